@@ -12,7 +12,7 @@ or a victim. Plan and `StepResult` are all that crosses between them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -149,7 +149,8 @@ class BatchPlan:
     def unpack(data: bytes | memoryview) -> BatchPlan:
         """The plan in `data`, arrays as views; raises `plan_malformed`."""
         scalars, arrays = PLAN_FORMAT.unpack(data)
-        return BatchPlan(**scalars, **arrays)
+        fields: dict[str, Any] = {**scalars, **arrays}
+        return BatchPlan(**fields)
 
 
 RESULT_FORMAT: Final = PackedFormat(
@@ -210,7 +211,8 @@ class StepResult:
     def unpack(data: bytes | memoryview) -> StepResult:
         """The result in `data`; raises `result_malformed`."""
         scalars, arrays = RESULT_FORMAT.unpack(data)
-        return StepResult(**scalars, **arrays)
+        fields: dict[str, Any] = {**scalars, **arrays}
+        return StepResult(**fields)
 
     @staticmethod
     def failure(generation: int, message: str) -> StepResult:

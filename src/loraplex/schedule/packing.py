@@ -131,7 +131,8 @@ def _ragged(starts: npt.NDArray[np.int64], lengths: I32) -> npt.NDArray[np.int64
     """Concatenated ranges [start, start + length) of each entry."""
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1]) if ends.size else 0
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+    ranges: npt.NDArray[np.int64] = np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+    return ranges
 
 
 def build_plan(work: Work, *, generation: int, reference: int = NO_REFERENCE, deltas: Deltas | None = None) -> BatchPlan:
