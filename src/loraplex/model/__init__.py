@@ -1,0 +1,1 @@
+"""Decoder families, weights, attention backends, sampler, runner: the data plane that runs plans."""
