@@ -189,7 +189,9 @@ def place(geometry: PageGeometry, modules: Sequence[ModuleShape]) -> tuple[tuple
     layouts.
     """
     if geometry.kind is not Geometry.RANK_ROWS:
-        raise InternalFault(ErrorCode.OPERATOR_LAYOUT, f"extents are placed in rank-row pages, not {geometry.kind}")
+        raise InternalFault(
+            ErrorCode.OPERATOR_LAYOUT, f"extents are placed in rank-row pages, not {geometry.kind}"
+        )
     pieces: list[tuple[int, Extent]] = []
     for shape in modules:
         for factor in _stored_factors(shape):
@@ -231,7 +233,9 @@ def _pieces(geometry: PageGeometry, shape: ModuleShape, factor: Factor) -> list[
     rows, cols = shape.factor_shape(factor)
     tile = min(cols, geometry.page_bytes // itemsize)
     if tile == 0:
-        raise InternalFault(ErrorCode.OPERATOR_LAYOUT, f"a page of {geometry.page_bytes} bytes holds no element")
+        raise InternalFault(
+            ErrorCode.OPERATOR_LAYOUT, f"a page of {geometry.page_bytes} bytes holds no element"
+        )
     out: list[tuple[int, Extent]] = []
     for col_lo in range(0, cols, tile):
         col_n = min(tile, cols - col_lo)

@@ -12,7 +12,7 @@ or a victim. Plan and `StepResult` are all that crosses between them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -149,7 +149,8 @@ class BatchPlan:
     def unpack(data: bytes | memoryview) -> BatchPlan:
         """The plan in `data`, arrays as views; raises `plan_malformed`."""
         scalars, arrays = PLAN_FORMAT.unpack(data)
-        return BatchPlan(**scalars, **arrays)
+        fields: dict[str, Any] = {**scalars, **arrays}
+        return BatchPlan(**fields)
 
 
 RESULT_FORMAT: Final = PackedFormat(
@@ -210,12 +211,17 @@ class StepResult:
     def unpack(data: bytes | memoryview) -> StepResult:
         """The result in `data`; raises `result_malformed`."""
         scalars, arrays = RESULT_FORMAT.unpack(data)
-        return StepResult(**scalars, **arrays)
+        fields: dict[str, Any] = {**scalars, **arrays}
+        return StepResult(**fields)
 
     @staticmethod
     def failure(generation: int, message: str) -> StepResult:
         """The result of a step that failed as a whole."""
         text = np.frombuffer(message.encode("utf-8"), dtype=np.uint8).astype(np.int32)
         return StepResult(
-            generation=generation, execute_us=0, tokens=empty(), logprob_indptr=np.zeros(1, np.int32), error=text
+            generation=generation,
+            execute_us=0,
+            tokens=empty(),
+            logprob_indptr=np.zeros(1, np.int32),
+            error=text,
         )

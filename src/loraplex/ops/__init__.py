@@ -1,4 +1,1 @@
-"""Adapter operators: the exact reference, torch families, the CPU kernel, Triton, and their dispatch.
-
-Obeys the plan: never chooses pages, slots or victims.
-"""
+"""Adapter operators: exact reference, torch, CPU kernel, Triton, and the dispatch between them (0x02, 0x06)."""
