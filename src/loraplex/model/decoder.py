@@ -8,12 +8,11 @@ Specification: 0x02 (one base projection, many adapter projections), 0x03D (one 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 
 from loraplex.core.ids import Module
+from loraplex.model.attention.interface import AttentionBatch
 from loraplex.model.rope import RopeTable, rotate_
 from loraplex.model.spec import DecoderSpec
 from loraplex.model.weights import DecoderWeights, LayerWeights
@@ -21,17 +20,6 @@ from loraplex.ops.interface import AdapterOps, RowSet
 
 _QKV = (Module.Q, Module.K, Module.V)
 _GATE_UP = (Module.GATE, Module.UP)
-
-
-class AttentionBatch(Protocol):
-    """Attention of one step: which rows belong to which history is inside."""
-
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Append k and v at the rows' positions, then attend.
-
-        q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim], rotated. Returns [T, heads, head_dim].
-        """
-        ...
 
 
 class Decoder:
@@ -67,8 +55,8 @@ class Decoder:
         return self._logits(hidden, adapters, logit_rows)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMS norm over the last dimension, accumulated in float32 and rounded before the weight is applied."""
-        return rms_norm(x, weight, self.spec.rms_eps)
+        """RMS norm over the hidden dimension, accumulated in float32."""
+        return F.rms_norm(x, weight.shape, weight, self.spec.rms_eps)
 
     def _attend(
         self,
@@ -85,7 +73,7 @@ class Decoder:
         heads = qkv.view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
         qk = heads[:, : spec.heads + spec.kv_heads]
         if layer.qk_norm is not None:
-            qk.copy_(self._norm(qk, layer.qk_norm))
+            qk.copy_(F.rms_norm(qk, (spec.head_dim,), None, spec.rms_eps).mul_(layer.qk_norm))
         rotate_(qk, cos, sin)
         out = attention.run(index, qk[:, : spec.heads], qk[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :])
         out = out.reshape(x.shape[0], spec.q_size)
@@ -105,13 +93,6 @@ class Decoder:
         if adapters.active:
             adapters.apply(y, x, 0, (Module.LM_HEAD,), RowSet.LOGIT)
         return y.float()
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of the last dimension. weight: broadcastable to x."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True).add_(eps))
-    return (wide * scale).to(x.dtype) * weight
 
 
 def _project(
