@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from tests.model.tiny import FAMILIES, VOCAB, Paged, decoder, reference, save
+
+from loraplex.model.attention.interface import Histories
+from loraplex.ops.interface import NoAdapters
 
 TOLERANCE = 1e-4
 
@@ -39,7 +41,9 @@ def test_logits_equal_transformers(name: str, folders: dict[str, Path]) -> None:
 def test_greedy_tokens_equal_transformers(name: str, folders: dict[str, Path]) -> None:
     tokens = prompt(11)
     with torch.no_grad():
-        whole = reference(name).generate(torch.tensor([tokens]), max_new_tokens=12, do_sample=False)[0].tolist()
+        whole = (
+            reference(name).generate(torch.tensor([tokens]), max_new_tokens=12, do_sample=False)[0].tolist()
+        )
     paged = Paged(decoder(name, folders[name]), 3)
     token = int(paged.step({0: tokens})[0][-1].argmax())
     generated = [token]
@@ -73,7 +77,9 @@ def test_mixed_batch_equals_each_request_alone(name: str, page_tokens: int, fold
     paged = Paged(model, page_tokens, requests=5)
     paged.step({1: prompts[1][:-1], 0: prompts[0][:4]})
     paged.step({2: prompts[2][:1], 4: prompts[4][:-1]})
-    mixed = paged.step({3: prompts[3], 0: prompts[0][4:]}, {2: prompts[2][-1], 1: prompts[1][-1], 4: prompts[4][-1]})
+    mixed = paged.step(
+        {3: prompts[3], 0: prompts[0][4:]}, {2: prompts[2][-1], 1: prompts[1][-1], 4: prompts[4][-1]}
+    )
     for slot, logits in zip((3, 0, 2, 1, 4), mixed, strict=True):
         torch.testing.assert_close(logits, alone[slot][-len(logits) :], rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -104,15 +110,16 @@ def test_half_precision_follows_float32(dtype: torch.dtype, folders: dict[str, P
 
 
 def test_logits_are_computed_for_the_rows_asked_for(folders: dict[str, Path]) -> None:
-    from loraplex.ops.interface import NoAdapters
-    from loraplex.model.attention.interface import Histories
-
     model, tokens = decoder("llama", folders["llama"]), prompt(9)
     for wanted in ([], [8], [0, 3, 8]):
         paged = Paged(model, 4)
         histories = Histories(1, np.array([0], np.int32), np.array([9], np.int32), paged.tables[:1])
         logits = model.forward(
-            torch.tensor(tokens), torch.arange(9), paged.attention.begin(histories), NoAdapters(), torch.tensor(wanted, dtype=torch.long)
+            torch.tensor(tokens),
+            torch.arange(9),
+            paged.attention.begin(histories),
+            NoAdapters(),
+            torch.tensor(wanted, dtype=torch.long),
         )
         assert logits.shape == (len(wanted), VOCAB)
         torch.testing.assert_close(logits, expected("llama", tokens)[wanted], rtol=TOLERANCE, atol=TOLERANCE)

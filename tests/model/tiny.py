@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,11 @@ CPU = torch.device("cpu")
 POSITIONS = 128
 VOCAB = 131
 
-COMMON: dict[str, Any] = dict(
-    vocab_size=VOCAB, hidden_size=48, intermediate_size=72, num_hidden_layers=3, num_attention_heads=6,
-    num_key_value_heads=2, max_position_embeddings=POSITIONS, initializer_range=0.3,
-    bos_token_id=None, eos_token_id=None, pad_token_id=None,
-)  # fmt: skip
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": POSITIONS, "initializer_range": 0.3,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 
 
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
                 parameter.normal_(1.0, 0.2, generator=generator)
 
 
-@lru_cache(maxsize=None)
+@cache
 def reference(name: str) -> Any:
     """The transformers model of one family, float32, eager attention."""
     family, changes = FAMILIES[name]
@@ -98,7 +98,7 @@ def spec_of(name: str) -> DecoderSpec:
     return spec_from_config({**model.config.to_dict(), "architectures": [type(model).__name__]})
 
 
-@lru_cache(maxsize=None)
+@cache
 def decoder(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     spec = spec_of(name)
     return Decoder(spec, load_weights(folder, spec, dtype, CPU), POSITIONS)
@@ -107,7 +107,9 @@ def decoder(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Deco
 class Paged:
     """A pool, page tables handed out at random, and steps of any mixture, without the runner."""
 
-    def __init__(self, model: Decoder, page_tokens: int, requests: int = 4, positions: int = 64, seed: int = 0) -> None:
+    def __init__(
+        self, model: Decoder, page_tokens: int, requests: int = 4, positions: int = 64, seed: int = 0
+    ) -> None:
         self.model = model
         spec, dtype = model.spec, model.weights.dtype
         self.kv = spec.kv_shape(dtype.itemsize, page_tokens)
@@ -127,7 +129,9 @@ class Paged:
         rows = [len(tokens) for tokens in work.values()]
         tables = self.tables[slots].copy()
         for index, (begin, count) in enumerate(zip(start, rows, strict=True)):
-            tables[index, self.kv.pages_for(begin + count) :] = 0  # entries beyond the length are the null page
+            tables[index, self.kv.pages_for(begin + count) :] = (
+                0  # entries beyond the length are the null page
+            )
         histories = Histories(len(prefill), np.array(start, np.int32), np.array(rows, np.int32), tables)
         tokens = torch.tensor([t for chunk in work.values() for t in chunk])
         positions = torch.cat([torch.arange(b, b + n) for b, n in zip(start, rows, strict=True)])

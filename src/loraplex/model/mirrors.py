@@ -48,7 +48,9 @@ class RequestMirrors:
         exception, from here or from the body, leaves the mirrors as they were.
         """
         touched = np.unique(np.concatenate([plan.opens[:, 0], plan.page_deltas[:, 0]]))
-        saved = [(array, array[touched].copy()) for array in (self.incarnation, self.frontier, self.kv, self.pages)]
+        saved = [
+            (array, array[touched].copy()) for array in (self.incarnation, self.frontier, self.kv, self.pages)
+        ]
         try:
             self._apply(plan)
             self._check(plan)
@@ -88,7 +90,8 @@ class RequestMirrors:
             if wrong.size:
                 at = int(wrong[0])
                 raise InternalFault(
-                    code, f"request slot {int(slots[at])} has {name} {int(current[at])}, plan says {int(planned[at])}"
+                    code,
+                    f"request slot {int(slots[at])} has {name} {int(current[at])}, plan says {int(planned[at])}",
                 )
 
     def _check_pages(self, plan: BatchPlan, tables: I32) -> None:
@@ -98,16 +101,24 @@ class RequestMirrors:
         end = start + plan.requests[:, 5]
         needed = -(-end // self.page_tokens)
         if needed.size and int(needed.max()) > tables.shape[1]:
-            raise InternalFault(code, f"{int(end.max())} positions exceed a page table of {tables.shape[1]} entries")
+            raise InternalFault(
+                code, f"{int(end.max())} positions exceed a page table of {tables.shape[1]} entries"
+            )
         entry = np.arange(tables.shape[1])[None, :]
         used = entry < needed[:, None]
         lacking = np.flatnonzero((used & (tables == 0)).any(axis=1))
         if lacking.size:
             slot = int(plan.requests[lacking[0], 0])
-            raise InternalFault(code, f"request slot {slot} lacks a page for one of its {int(end[lacking[0]])} positions")
+            raise InternalFault(
+                code, f"request slot {slot} lacks a page for one of its {int(end[lacking[0]])} positions"
+            )
         written = tables[used & (entry >= (start // self.page_tokens)[:, None])]
         if np.unique(written).size != written.size:
             raise InternalFault(code, "two requests write to one page")
-        foreign = np.concatenate([plan.copy_pages, plan.scrub_pages[~np.isin(plan.scrub_pages, plan.page_deltas[:, 2])]])
+        foreign = np.concatenate(
+            [plan.copy_pages, plan.scrub_pages[~np.isin(plan.scrub_pages, plan.page_deltas[:, 2])]]
+        )
         if foreign.size and np.isin(tables[used], foreign).any():
-            raise InternalFault(code, "a page that this step copies to or scrubs holds KV of one of its requests")
+            raise InternalFault(
+                code, "a page that this step copies to or scrubs holds KV of one of its requests"
+            )

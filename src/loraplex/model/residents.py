@@ -58,12 +58,16 @@ class Residents:
                 raise _stale(slot, f"holds generation {held.get(slot, 0)}; the plan retires {generation}")
         for slot, generation in plan.copies[:, COPY_DIGEST_WORDS : COPY_DIGEST_WORDS + 2].tolist():
             if published[slot]:
-                raise _stale(slot, f"is published with generation {published[slot]}; the plan copies {generation}")
+                raise _stale(
+                    slot, f"is published with generation {published[slot]}; the plan copies {generation}"
+                )
         slots, generations = plan.requests[:, 2], plan.requests[:, 3]
         wrong = np.flatnonzero((slots > 0) & ((published[slots] != generations) | (generations == 0)))
         if wrong.size:
             slot = int(slots[wrong[0]])
-            raise _stale(slot, f"has published {published[slot]}; a request expects {int(generations[wrong[0]])}")
+            raise _stale(
+                slot, f"has published {published[slot]}; a request expects {int(generations[wrong[0]])}"
+            )
 
     def apply(self, plan: BatchPlan) -> list[Copied]:
         """Carry out what `check` accepted."""
@@ -76,15 +80,17 @@ class Residents:
                 del self._held[slot]
                 self._retired[slot] = generation
         if plan.scrub_pages.size:
-            pages = torch.from_numpy(plan.scrub_pages.astype(np.int64)).to(self._table.pool.device)
-            self._table.pool.index_fill_(0, pages, 0xFF)
+            scrubbed = torch.from_numpy(plan.scrub_pages.astype(np.int64)).to(self._table.pool.device)
+            self._table.pool.index_fill_(0, scrubbed, 0xFF)
         copied: list[Copied] = []
         offset = 0
         for row in plan.copies:
             slot, generation, count = row[COPY_DIGEST_WORDS:].tolist()
             pages = plan.copy_pages[offset : offset + count]
             offset += count
-            copied.append(self._copy(row[:COPY_DIGEST_WORDS].astype("<i4").tobytes().hex(), slot, generation, pages))
+            copied.append(
+                self._copy(row[:COPY_DIGEST_WORDS].astype("<i4").tobytes().hex(), slot, generation, pages)
+            )
         return copied
 
     def drop(self, slot: int, generation: int) -> None:

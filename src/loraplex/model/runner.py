@@ -50,7 +50,9 @@ class _Sampled:
     owners: I32
 
 
-def allocate_pool(num_pages: int, page_bytes: int, device: torch.device, *, poison: bool = False) -> torch.Tensor:
+def allocate_pool(
+    num_pages: int, page_bytes: int, device: torch.device, *, poison: bool = False
+) -> torch.Tensor:
     """The page pool, uint8 [num_pages, page_bytes]; with `poison`, every byte is 0xFF (tests)."""
     pool = torch.empty((num_pages, page_bytes), dtype=torch.uint8, device=device)
     return pool.fill_(0xFF) if poison else pool
@@ -78,7 +80,8 @@ class ModelRunner:
         self.device = decoder.weights.device
         if kv != spec.kv_shape(dtype.itemsize, kv.page_tokens) or bounds.vocab_size != spec.vocab_size:
             raise InternalFault(
-                ErrorCode.OPERATOR_LAYOUT, f"{kv} with {bounds.vocab_size} tokens does not belong to this model"
+                ErrorCode.OPERATOR_LAYOUT,
+                f"{kv} with {bounds.vocab_size} tokens does not belong to this model",
             )
         self.decoder, self.bounds = decoder, bounds
         self.pool = allocate_pool(bounds.num_pages, kv.page_bytes, self.device) if pool is None else pool
@@ -86,7 +89,9 @@ class ModelRunner:
         self._attention = attention or TorchPagedAttention(self.pool, kv, dtype, spec.heads, spec.windows)
         self._mirrors = RequestMirrors(bounds, kv.page_tokens)
         self._residents = Residents(self.table, images)
-        self._sampler = Sampler(bounds.max_requests, spec.vocab_size, sampled_vocab or spec.vocab_size, self.device)
+        self._sampler = Sampler(
+            bounds.max_requests, spec.vocab_size, sampled_vocab or spec.vocab_size, self.device
+        )
         self._sampled: dict[int, _Sampled] = {}
         self._last = 0
         self._launched: deque[Pending | StepResult] = deque()
@@ -100,7 +105,7 @@ class ModelRunner:
             self._launched.append(self._launch(unpacked))
         except LoraplexError as error:
             self._launched.append(StepResult.failure(generation, f"{error.code.value}: {error.message}"))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the step's boundary: any failure becomes its typed result
             _log.exception("plan %d failed", generation)
             message = f"{ErrorCode.BACKEND_FAILED.value}: {type(error).__name__}: {error}"
             self._launched.append(StepResult.failure(generation, message))

@@ -31,7 +31,7 @@ _DUMMY_STD: Final = 0.02
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     """One decoder layer; matrices as [d_out, d_in].
 
@@ -52,7 +52,7 @@ class LayerWeights:
     down_bias: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DecoderWeights:
     """All weights of a decoder. embed: [vocabulary, hidden]; lm_head is the same tensor when embeddings are tied."""
 
@@ -150,7 +150,10 @@ def _layer_targets(spec: DecoderSpec, index: int, layer: LayerWeights) -> dict[s
         if bias is not None:
             out[f"{name}.bias"] = Target((size,), bias[start : start + size])
     prefix = f"model.layers.{index}"
-    for name, tensor in (("input_layernorm", layer.input_norm), ("post_attention_layernorm", layer.post_norm)):
+    for name, tensor in (
+        ("input_layernorm", layer.input_norm),
+        ("post_attention_layernorm", layer.post_norm),
+    ):
         out[f"{prefix}.{name}.weight"] = Target(tuple(tensor.shape), tensor)
     if layer.qk_norm is not None:
         heads = (("q_norm", layer.qk_norm[: spec.heads]), ("k_norm", layer.qk_norm[spec.heads :]))
@@ -159,7 +162,9 @@ def _layer_targets(spec: DecoderSpec, index: int, layer: LayerWeights) -> dict[s
     return out
 
 
-def dummy_weights(spec: DecoderSpec, dtype: torch.dtype, device: torch.device, *, seed: int = 0) -> DecoderWeights:
+def dummy_weights(
+    spec: DecoderSpec, dtype: torch.dtype, device: torch.device, *, seed: int = 0
+) -> DecoderWeights:
     """Random weights from the specification alone, the same for the same seed, type and kind of device.
 
     Matrices and biases are normal with deviation 0.02; norms are 1.
@@ -171,13 +176,17 @@ def dummy_weights(spec: DecoderSpec, dtype: torch.dtype, device: torch.device, *
             target.view.fill_(1.0)
         else:
             # A stream of its own for each tensor: the value does not depend on the tensors before it.
-            generator.manual_seed((seed << 32) | zlib.crc32(name.encode()))
+            generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
             target.view.normal_(0.0, _DUMMY_STD, generator=generator)
     return weights
 
 
 def load_weights(
-    folder: Path, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+    folder: Path,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
 ) -> DecoderWeights:
     """Weights from a folder's safetensors, one file or shards with an index.
 
@@ -194,7 +203,9 @@ def load_weights(
             raise _invalid(f"{name} appears in two shards")
         seen.add(name)
         if name == "lm_head.weight" and spec.tied_embeddings:
-            _check_tied(tensor, targets["model.embed_tokens.weight"], "model.embed_tokens.weight" in seen, folder)
+            _check_tied(
+                tensor, targets["model.embed_tokens.weight"], "model.embed_tokens.weight" in seen, folder
+            )
         else:
             _fill(name, tensor, targets)
         done += tensor.nbytes
@@ -218,7 +229,9 @@ def _shards(folder: Path) -> list[Path]:
     index, single = folder / _INDEX, folder / _SINGLE
     if not index.is_file():
         if not single.is_file():
-            raise _source_missing(folder, f"has neither {_SINGLE} nor {_INDEX}; convert the weights to safetensors")
+            raise _source_missing(
+                folder, f"has neither {_SINGLE} nor {_INDEX}; convert the weights to safetensors"
+            )
         return [single]
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

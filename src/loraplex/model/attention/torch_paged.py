@@ -198,7 +198,9 @@ class TorchPagedBatch:
         hidden = key > query
         if window is not None:
             hidden |= key <= query - window
-        return torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+        return torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(
+            hidden, float("-inf")
+        )
 
     def _visible(self, requests: I64, window: int | None) -> tuple[I64, I64]:
         """First visible position and number of visible positions of decode requests."""
