@@ -61,7 +61,7 @@ class Scores:
 
     def packed(self) -> tuple[I32, I32, I32]:
         """(indptr [n + 1], ids, float32 bits of the values): 1 + wanted entries of each position."""
-        counts = self.wanted + 1
+        counts = np.minimum(self.wanted + 1, self.ids.shape[1])  # a small vocabulary has fewer entries
         indptr = np.zeros(counts.size + 1, dtype=np.int32)
         np.cumsum(counts, out=indptr[1:])
         if not indptr[-1]:

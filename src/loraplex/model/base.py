@@ -1,0 +1,67 @@
+"""The base model as adapters see it: its adaptable modules, and its weights as float32 values on demand."""
+
+from __future__ import annotations
+
+import torch
+
+from loraplex.artifact.base import BaseModules
+from loraplex.artifact.tensors import F32Array
+from loraplex.core.ids import Module
+from loraplex.model.spec import DecoderSpec
+from loraplex.model.weights import DecoderWeights
+
+
+def base_modules(spec: DecoderSpec) -> BaseModules:
+    """Modules, dimensions and biases of a decoder, for reading adapters against it."""
+    biases: set[Module] = set()
+    if spec.qkv_bias:
+        biases |= {Module.Q, Module.K, Module.V}
+    if spec.o_bias:
+        biases.add(Module.O)
+    if spec.mlp_bias:
+        biases |= {Module.GATE, Module.UP, Module.DOWN}
+    return BaseModules(layers=spec.layers, dims=spec.module_dims().dims, biases=frozenset(biases))
+
+
+class BaseWeights:
+    """`artifact.base.BaseTensors` over resident weights."""
+
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights) -> None:
+        self._spec, self._weights = spec, weights
+
+    def weight(self, layer: int, module: Module) -> F32Array:
+        """[d_out, d_in] of a linear module; [vocabulary, hidden] of the embedding."""
+        match module:
+            case Module.EMBED:
+                return _float32(self._weights.embed)
+            case Module.LM_HEAD:
+                return _float32(self._weights.lm_head)
+        matrix, _, part = self._place(layer, module)
+        return _float32(matrix[part])
+
+    def bias(self, layer: int, module: Module) -> F32Array | None:
+        """[d_out], or None where the module has none."""
+        if module in (Module.EMBED, Module.LM_HEAD):
+            return None
+        _, bias, part = self._place(layer, module)
+        return None if bias is None else _float32(bias[part])
+
+    def _place(self, layer: int, module: Module) -> tuple[torch.Tensor, torch.Tensor | None, slice]:
+        """The fused matrix and bias that hold a module, and its rows in them."""
+        own, spec = self._weights.layers[layer], self._spec
+        q, kv, inner = spec.q_size, spec.kv_size, spec.intermediate_size
+        places = {
+            Module.Q: (own.qkv, own.qkv_bias, slice(0, q)),
+            Module.K: (own.qkv, own.qkv_bias, slice(q, q + kv)),
+            Module.V: (own.qkv, own.qkv_bias, slice(q + kv, q + 2 * kv)),
+            Module.O: (own.o, own.o_bias, slice(None)),
+            Module.GATE: (own.gate_up, own.gate_up_bias, slice(0, inner)),
+            Module.UP: (own.gate_up, own.gate_up_bias, slice(inner, 2 * inner)),
+            Module.DOWN: (own.down, own.down_bias, slice(None)),
+        }
+        return places[module]
+
+
+def _float32(tensor: torch.Tensor) -> F32Array:
+    array: F32Array = tensor.detach().to("cpu", torch.float32).numpy()
+    return array
