@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.model.tiny import VOCAB, decoder, reference, save
 from loraplex.artifact.convert import to_image
 from loraplex.artifact.load import load_adapter
 from loraplex.artifact.tensors import Dtype
-from loraplex.core.events import Event
+from loraplex.core.events import AdapterTransition, Event, RequestPreempted
 from loraplex.core.layout import AdapterImage, Geometry, PageGeometry
 from loraplex.core.messages import RegisterAdapter, Submit
 from loraplex.engine.config import EngineLimits
@@ -165,7 +166,7 @@ def test_rows_bind_only_the_published_generation(root: Path, model: Decoder) -> 
     plan = driver.plan([(request, 6)])
     assert driver.run(plan).error_message.startswith("stale_slot_generation: ")
     driver.step([], deltas=publish(driver, 1, 7))
-    stale = replace(plan, generation=4, requests=plan.requests + [0, 0, 0, 1, 0, 0, 0, 0])
+    stale = replace(plan, generation=4, requests=plan.requests + np.eye(8, dtype=np.int32)[3])
     assert driver.run(stale).error_message.startswith("stale_slot_generation: ")
     assert driver.run(replace(plan, generation=5)).error_message == ""
     driver.generation = 5
@@ -229,9 +230,9 @@ class Rig:
                 )
             )
 
-    def submit(self, name: str, tokens: list[int], adapter: str | None) -> None:
+    def submit(self, name: str, tokens: list[int], adapter: str | None, count: int) -> None:
         packed = np.array(tokens, dtype="<i4").tobytes()
-        self.mailbox.inbox.append(Submit(name, packed, sampling(max_tokens=10), adapter))
+        self.mailbox.inbox.append(Submit(name, packed, sampling(max_tokens=count), adapter))
 
     def run(self) -> list[Event]:
         for _ in range(500):
@@ -242,21 +243,38 @@ class Rig:
         raise AssertionError("the engine did not come to rest")
 
 
+def assert_answers(rig: Rig, asked: dict[str, tuple[list[int], str | None]], count: int) -> None:
+    """Every request ended well, and each token is what PEFT (or the base) chooses after the tokens before it."""
+    for name, (tokens, adapter) in asked.items():
+        assert [(e.code, e.finish_reason) for e in rig.mailbox.ended[name]] == [(None, "length")]
+        judge = tuned(adapter) if adapter else reference("llama")
+        known = tokens + rig.mailbox.tokens[name]
+        assert len(known) == len(tokens) + count
+        choices = logits_of(judge, known).argmax(dim=-1).tolist()
+        assert known[len(tokens) :] == choices[len(tokens) - 1 : -1]
+
+
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("pages", [600, 420], ids=["roomy", "tight"])
+@pytest.mark.parametrize(("pages", "reloads"), [(200, False), (40, True)])
 def test_the_engine_over_the_runner_answers_as_peft_does(
-    root: Path, model: Decoder, depth: int, pages: int
+    root: Path, model: Decoder, depth: int, pages: int, reloads: bool
 ) -> None:
     rig = Rig(root, model, depth=depth, pages=pages)
     asked = {f"r{i}": (prompt(4 + 5 * (i % 4), i), [None, *CONFIGS][i % 5]) for i in range(10)}
     for name, (tokens, adapter) in asked.items():
-        rig.submit(name, tokens, adapter)
-    rig.run()
+        rig.submit(name, tokens, adapter, 10)
+    events = rig.run()
+    assert_answers(rig, asked, 10)
+    loads = Counter(e.adapter for e in events if isinstance(e, AdapterTransition) and e.after == "loading")
+    assert (max(loads.values()) > 1) is reloads
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_preempted_requests_answer_the_same(root: Path, model: Decoder, depth: int) -> None:
+    rig = Rig(root, model, depth=depth, pages=28)
+    asked = {f"r{i}": (prompt(6, i), [None, "qv-r3"][i % 2]) for i in range(4)}
     for name, (tokens, adapter) in asked.items():
-        assert [(e.code, e.finish_reason) for e in rig.mailbox.ended[name]] == [(None, "length")]
-        judge = tuned(adapter) if adapter else reference("llama")
-        known = list(tokens)
-        for token in rig.mailbox.tokens[name]:
-            known.append(int(logits_of(judge, known)[-1].argmax()))
-            assert token == known[-1]
-        assert len(known) == len(tokens) + 10
+        rig.submit(name, tokens, adapter, 30)
+    events = rig.run()
+    assert any(isinstance(e, RequestPreempted) for e in events)
+    assert_answers(rig, asked, 30)
