@@ -43,6 +43,10 @@ class Request:
     logprobs: int = -1
     prompt_logprobs: int = -1
     temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    repetition: float = 1.0
     incarnation: int = 1
     planned: int = 0
     frontier: int = 0
@@ -52,10 +56,13 @@ class Request:
 
 
 def open_row(request: Request, seed: int = 5) -> list[int]:
-    zero, one = float_bits([0.0, 1.0]).tolist()
-    temperature = int(float_bits([request.temperature])[0])
+    """A row of `BatchPlan.opens`; penalties start without history."""
+    temperature, top_p, min_p, repetition, none = float_bits(
+        [request.temperature, request.top_p, request.min_p, request.repetition, 0.0]
+    ).tolist()
     return [
-        request.slot, request.incarnation, len(request.prompt), temperature, one, 0, zero, one, zero, zero, seed, 0, 0, 0,
+        request.slot, request.incarnation, len(request.prompt), temperature, top_p, request.top_k, min_p, repetition,
+        none, none, seed, 0, 0, 0,
     ]  # fmt: skip
 
 

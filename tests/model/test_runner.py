@@ -137,15 +137,28 @@ def nan_row(driver: Driver, request: Request) -> None:
     driver.runner.pool[driver.tables[request.slot][0]] = 0xFF
 
 
-def test_logits_that_are_not_finite_are_a_fault_of_their_request_alone(model: Decoder) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.8, "logprobs": 3},
+        {"temperature": 0.8, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0.8, "top_k": 4},
+        {"repetition": 1.3, "logprobs": 0},
+    ],
+)
+def test_logits_that_are_not_finite_are_a_fault_of_their_request_alone(
+    model: Decoder, sampling: dict[str, Any]
+) -> None:
     driver = Driver(model)
-    a, b = Request(0, prompt(6, 1)), Request(1, prompt(8, 2))
+    a, b = Request(0, prompt(6, 1), **sampling), Request(1, prompt(8, 2))
     driver.step([(a, 6), (b, 8)])
     nan_row(driver, a)
     plan = driver.plan([(a, 0), (b, 0)])
     result = driver.run(plan)
     assert [int(plan.requests[i, 0]) for i in result.faults[:, 0]] == [0]
     driver.note(plan, result, [(a, 0), (b, 0)])
+    assert 0 <= a.out[-1] < 131
     driver.step([(b, 0)])
     assert b.out == greedy(b.prompt, 3)
 
@@ -246,6 +259,47 @@ def test_a_failure_inside_a_step_leaves_the_mirrors_as_they_were(
     driver.note(again, result, [(a, 0), (b, 5)])
     assert a.out == greedy(a.prompt, 2)
     assert b.out == greedy(b.prompt, 1)
+
+
+def test_a_failure_gives_a_reopened_slot_back_to_its_request(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(model)
+    a = Request(0, prompt(6, 1))
+    driver.step([(a, 6)])
+    table = driver.tables[0]
+    plan = driver.plan([(Request(0, prompt(9, 2), incarnation=2), 9)])
+    driver.tables[0] = table
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of everything")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.runner._sampler, "sample", fail)
+        assert driver.run(plan).error_message.startswith("backend_failed")
+    driver.step([(a, 0)])
+    assert a.out == greedy(a.prompt, 2)
+
+
+def test_a_reopened_slot_has_no_pages_of_the_request_before(model: Decoder) -> None:
+    driver = Driver(model)
+    driver.step([(Request(0, prompt(9, 1)), 9)])
+    plan = driver.plan([(Request(0, prompt(9, 2), incarnation=2), 9)])
+    assert code_of(driver.run(replace(plan, page_deltas=plan.page_deltas[1:])).error_message) == "plan_page_table"
+
+
+def test_a_page_that_a_running_request_reads_is_not_scrubbed_or_copied_over(model: Decoder) -> None:
+    driver = Driver(model)
+    a = Request(0, prompt(9, 1))
+    driver.step([(a, 9)])
+    page = np.array(driver.tables[0][:1], dtype=np.int32)
+    plan = driver.plan([(a, 0)])
+    copies = np.array([[*[0] * 8, 1, 1, 1]], dtype=np.int32)
+    scrub = driver.run(replace(plan, scrub_pages=page))
+    assert code_of(scrub.error_message) == "plan_page_table"
+    copy = driver.run(replace(plan, generation=3, copies=copies, copy_pages=page))
+    assert code_of(copy.error_message) == "plan_page_table"
+    assert driver.run(replace(plan, generation=4)).tokens.tolist() == greedy(a.prompt, 2)[1:]
 
 
 def test_a_plan_launched_over_an_uncollected_failure_is_stale(model: Decoder) -> None:

@@ -159,6 +159,12 @@ def test_an_image_for_another_model_is_not_installed(root: Path, model: Decoder)
     assert driver.load(replace(good, modules=modules), 1, 7).copied.tolist() == [[1, 7, 0]]
 
 
+def test_a_published_slot_is_not_copied_over(root: Path, model: Decoder) -> None:
+    driver = loaded(root, model, ["qv-r3"])
+    refused = driver.load(image(root, model, "head-r2", driver.kv.page_bytes), 1, 8)
+    assert refused.error_message.startswith("stale_slot_generation: ")
+
+
 def test_rows_bind_only_the_published_generation(root: Path, model: Decoder) -> None:
     driver = Driver(model, pages=400)
     driver.load(image(root, model, "qv-r3", driver.kv.page_bytes), 1, 7)

@@ -189,10 +189,8 @@ class ModelRunner:
         )
 
     def _sample(self, plan: BatchPlan, logits: torch.Tensor, watch: Stopwatch) -> Pending:
-        """Tokens and log probabilities. Rows that are not finite are reported and cannot disturb the others."""
+        """Tokens and log probabilities. A row that is not finite is reported; the sampler never mixes rows."""
         finite = torch.isfinite(logits.sum(dim=-1))
-        if self.device.type != "cpu" or not bool(finite.all()):
-            logits = logits.masked_fill(~finite[:, None], 0.0)
         owners = plan.requests[plan.samples[:, 1], :2]
         tokens = torch.empty(0, dtype=torch.int64, device=self.device)
         scores, prompt_scores = no_scores(len(plan.samples)), no_scores(0)
