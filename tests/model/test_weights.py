@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.model.tiny import CPU, reference, save, spec_of
 
 from loraplex.core.errors import CallerError, ErrorCode
-from loraplex.model.weights import DecoderWeights, LayerWeights, dummy_weights, load_weights
+from loraplex.model.weights import DecoderWeights, dummy_weights, load_weights
 
 Tensors = dict[str, torch.Tensor]
 
@@ -25,9 +25,11 @@ def rewrite(folder: Path, change: Callable[[Tensors], None]) -> Path:
 
 
 def flat(weights: DecoderWeights) -> list[torch.Tensor]:
-    out = [weights.embed, weights.final_norm, weights.lm_head]
+    out = [weights.embed, weights.final_norm, weights.lm_head.weight]
     for layer in weights.layers:
-        out += [t for name in LayerWeights.__slots__ if (t := getattr(layer, name)) is not None]
+        out += [t for t in (layer.input_norm, layer.post_norm, layer.qk_norm) if t is not None]
+        for projection in layer.projections:
+            out += [projection.weight] + ([] if projection.bias is None else [projection.bias])
     return out
 
 
@@ -52,7 +54,7 @@ def test_shards_equal_one_file(tmp_path: Path) -> None:
         progress=lambda done, total: steps.append((done, total)),
     )
     assert all(torch.equal(a, b) for a, b in zip(flat(one), flat(many), strict=True))
-    assert many.lm_head is many.embed
+    assert torch.equal(many.lm_head.weight, many.embed)
     assert [done for done, _ in steps] == sorted(done for done, _ in steps)
     assert (
         many.nbytes == steps[-1][0] + 3 * (6 - 1 + 2 - 1) * 10 * 4
@@ -65,10 +67,10 @@ def test_projections_are_fused_in_order(tmp_path: Path) -> None:
     layer = reference("qwen2").model.layers[2]
     attention, mlp = layer.self_attn, layer.mlp
     q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
-    assert torch.equal(weights.layers[2].qkv, torch.cat([q.weight, k.weight, v.weight]).bfloat16())
-    assert torch.equal(weights.layers[2].qkv_bias, torch.cat([q.bias, k.bias, v.bias]).bfloat16())
+    assert torch.equal(weights.layers[2].qkv.weight, torch.cat([q.weight, k.weight, v.weight]).bfloat16())
+    assert torch.equal(weights.layers[2].qkv.bias, torch.cat([q.bias, k.bias, v.bias]).bfloat16())
     assert torch.equal(
-        weights.layers[2].gate_up, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).bfloat16()
+        weights.layers[2].gate_up.weight, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).bfloat16()
     )
 
 
@@ -103,7 +105,7 @@ def test_a_tied_head_may_repeat_the_embedding_but_not_differ(tmp_path: Path) -> 
     embed = "model.embed_tokens.weight"
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[embed].clone()}))
     weights = load_weights(folder, spec_of("llama-tied"), torch.float32, CPU)
-    assert weights.lm_head is weights.embed
+    assert torch.equal(weights.lm_head.weight, weights.embed)
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[embed] + 1.0}))
     assert_refused(
         folder, "llama-tied", ErrorCode.MODEL_WEIGHTS_INVALID, "lm_head.weight", "tie_word_embeddings"
@@ -132,6 +134,6 @@ def test_dummy_weights_are_the_same_each_time() -> None:
     first, again, other = (dummy_weights(spec, torch.float32, CPU, seed=seed) for seed in (1, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(flat(first), flat(again), strict=True))
     assert not torch.equal(first.embed, other.embed)
-    assert not torch.equal(first.layers[0].o, first.layers[1].o)
-    assert float(first.layers[0].qkv.std()) == pytest.approx(0.02, rel=0.1)
+    assert not torch.equal(first.layers[0].o.weight, first.layers[1].o.weight)
+    assert float(first.layers[0].qkv.weight.std()) == pytest.approx(0.02, rel=0.1)
     assert torch.equal(first.layers[0].input_norm, torch.ones(spec.hidden_size))

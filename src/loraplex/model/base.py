@@ -7,6 +7,7 @@ import torch
 from loraplex.artifact.base import BaseModules
 from loraplex.artifact.tensors import F32Array
 from loraplex.core.ids import Module
+from loraplex.model.linear import Linear
 from loraplex.model.spec import DecoderSpec
 from loraplex.model.weights import DecoderWeights
 
@@ -31,33 +32,32 @@ class BaseWeights:
 
     def weight(self, layer: int, module: Module) -> F32Array:
         """[d_out, d_in] of a linear module; [vocabulary, hidden] of the embedding."""
-        match module:
-            case Module.EMBED:
-                return _float32(self._weights.embed)
-            case Module.LM_HEAD:
-                return _float32(self._weights.lm_head)
-        matrix, _, part = self._place(layer, module)
-        return _float32(matrix[part])
+        if module is Module.EMBED:
+            return _float32(self._weights.embed)
+        if module is Module.LM_HEAD:
+            return _float32(self._weights.lm_head.weight)
+        projection, part = self._place(layer, module)
+        return _float32(projection.weight[part])
 
     def bias(self, layer: int, module: Module) -> F32Array | None:
         """[d_out], or None where the module has none."""
         if module in (Module.EMBED, Module.LM_HEAD):
             return None
-        _, bias, part = self._place(layer, module)
-        return None if bias is None else _float32(bias[part])
+        projection, part = self._place(layer, module)
+        return None if projection.bias is None else _float32(projection.bias[part])
 
-    def _place(self, layer: int, module: Module) -> tuple[torch.Tensor, torch.Tensor | None, slice]:
-        """The fused matrix and bias that hold a module, and its rows in them."""
+    def _place(self, layer: int, module: Module) -> tuple[Linear, slice]:
+        """The fused projection that holds a module, and its rows in it."""
         own, spec = self._weights.layers[layer], self._spec
         q, kv, inner = spec.q_size, spec.kv_size, spec.intermediate_size
         places = {
-            Module.Q: (own.qkv, own.qkv_bias, slice(0, q)),
-            Module.K: (own.qkv, own.qkv_bias, slice(q, q + kv)),
-            Module.V: (own.qkv, own.qkv_bias, slice(q + kv, q + 2 * kv)),
-            Module.O: (own.o, own.o_bias, slice(None)),
-            Module.GATE: (own.gate_up, own.gate_up_bias, slice(0, inner)),
-            Module.UP: (own.gate_up, own.gate_up_bias, slice(inner, 2 * inner)),
-            Module.DOWN: (own.down, own.down_bias, slice(None)),
+            Module.Q: (own.qkv, slice(0, q)),
+            Module.K: (own.qkv, slice(q, q + kv)),
+            Module.V: (own.qkv, slice(q + kv, q + 2 * kv)),
+            Module.O: (own.o, slice(None)),
+            Module.GATE: (own.gate_up, slice(0, inner)),
+            Module.UP: (own.gate_up, slice(inner, 2 * inner)),
+            Module.DOWN: (own.down, slice(None)),
         }
         return places[module]
 
