@@ -285,7 +285,10 @@ def test_a_reopened_slot_has_no_pages_of_the_request_before(model: Decoder) -> N
     driver = Driver(model)
     driver.step([(Request(0, prompt(9, 1)), 9)])
     plan = driver.plan([(Request(0, prompt(9, 2), incarnation=2), 9)])
-    assert code_of(driver.run(replace(plan, page_deltas=plan.page_deltas[1:])).error_message) == "plan_page_table"
+    assert (
+        code_of(driver.run(replace(plan, page_deltas=plan.page_deltas[1:])).error_message)
+        == "plan_page_table"
+    )
 
 
 def test_a_page_that_a_running_request_reads_is_not_scrubbed_or_copied_over(model: Decoder) -> None:

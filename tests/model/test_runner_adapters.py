@@ -25,9 +25,10 @@ from loraplex.core.layout import AdapterImage, Geometry, PageGeometry
 from loraplex.core.messages import RegisterAdapter, Submit
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.step import Engine
-from loraplex.model.base import BaseWeights, base_modules
+from loraplex.model.base import BaseWeights
 from loraplex.model.decoder import Decoder
 from loraplex.model.runner import ModelRunner, allocate_pool
+from loraplex.runtime.base import base_modules
 from loraplex.sim.world import EventLog, MemoryMailbox, VirtualClock
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

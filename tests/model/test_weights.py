@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.model.tiny import CPU, reference, save, spec_of
 
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.model.linear import Linear
 from loraplex.model.weights import DecoderWeights, dummy_weights, load_weights
 
 Tensors = dict[str, torch.Tensor]
@@ -110,6 +111,29 @@ def test_a_tied_head_may_repeat_the_embedding_but_not_differ(tmp_path: Path) -> 
     assert_refused(
         folder, "llama-tied", ErrorCode.MODEL_WEIGHTS_INVALID, "lm_head.weight", "tie_word_embeddings"
     )
+
+
+def test_old_files_may_repeat_rope_frequencies_but_not_others(tmp_path: Path) -> None:
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    plain = 1.0 / 10_000.0 ** (torch.arange(0, 8, 2) / 8)
+    folder = rewrite(save("llama", tmp_path), lambda tensors: tensors.update({name: plain.bfloat16()}))
+    load_weights(folder, spec_of("llama"), torch.float32, CPU)
+    rewrite(folder, lambda tensors: tensors.update({name: plain * 1.1}))
+    assert_refused(folder, "llama", ErrorCode.MODEL_WEIGHTS_INVALID, name, "rope_theta")
+
+
+def test_a_projection_gives_its_weight_back_bit_for_bit() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        weight, bias = torch.randn(40, 24).to(dtype), torch.randn(40).to(dtype)
+        projection = Linear(weight.clone(), bias)
+        x = torch.randn(5, 24).to(dtype)
+        plain = projection(x)
+        projection.pack()
+        assert torch.equal(projection.weight, weight)
+        torch.testing.assert_close(
+            projection(x), plain, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-2
+        )
+        assert projection.nbytes == weight.nbytes + bias.nbytes
 
 
 def test_sources_that_are_not_there(tmp_path: Path) -> None:

@@ -1,27 +1,14 @@
-"""The base model as adapters see it: its adaptable modules, and its weights as float32 values on demand."""
+"""Resident base weights as adapters need them (DoRA, trained biases, repeated tensors): float32 values on demand."""
 
 from __future__ import annotations
 
 import torch
 
-from loraplex.artifact.base import BaseModules
 from loraplex.artifact.tensors import F32Array
 from loraplex.core.ids import Module
 from loraplex.model.linear import Linear
 from loraplex.model.spec import DecoderSpec
 from loraplex.model.weights import DecoderWeights
-
-
-def base_modules(spec: DecoderSpec) -> BaseModules:
-    """Modules, dimensions and biases of a decoder, for reading adapters against it."""
-    biases: set[Module] = set()
-    if spec.qkv_bias:
-        biases |= {Module.Q, Module.K, Module.V}
-    if spec.o_bias:
-        biases.add(Module.O)
-    if spec.mlp_bias:
-        biases |= {Module.GATE, Module.UP, Module.DOWN}
-    return BaseModules(layers=spec.layers, dims=spec.module_dims().dims, biases=frozenset(biases))
 
 
 class BaseWeights:

@@ -86,7 +86,14 @@ class ModelRunner:
         self.decoder, self.bounds = decoder, bounds
         self.pool = allocate_pool(bounds.num_pages, kv.page_bytes, self.device) if pool is None else pool
         self.table = AdapterTable(self.pool, dtype, bounds.max_adapter_slots, spec.module_dims())
-        self._attention = attention or TorchPagedAttention(self.pool, kv, dtype, spec.heads, spec.windows)
+        if attention is None:
+            if self.device.type != "cpu":
+                _log.warning(
+                    "attention runs in plain torch on %s: correct, and slow; no fused kernel was given",
+                    self.device,
+                )
+            attention = TorchPagedAttention(self.pool, kv, dtype, spec.heads, spec.windows)
+        self._attention = attention
         self._mirrors = RequestMirrors(bounds, kv.page_tokens)
         self._residents = Residents(self.table, images)
         self._sampler = Sampler(

@@ -9,6 +9,7 @@ Specification: DESIGN 4 "Models", "Start-up".
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ids import Module
 from loraplex.model.linear import Linear
-from loraplex.model.spec import DecoderSpec, module_name
+from loraplex.model.rope import inverse_frequencies
+from loraplex.model.spec import DecoderSpec, RopeSpec, module_name
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) after each tensor."""
@@ -29,6 +31,7 @@ Progress = Callable[[int, int], None]
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _DUMMY_STD: Final = 0.02
+_FREQUENCIES: Final = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -219,6 +222,8 @@ def load_weights(
             _check_tied(
                 tensor, targets["model.embed_tokens.weight"], "model.embed_tokens.weight" in seen, folder
             )
+        elif _FREQUENCIES.fullmatch(name):
+            _check_frequencies(name, tensor, spec)
         else:
             _fill(name, tensor, targets)
         done += tensor.nbytes
@@ -277,6 +282,13 @@ def _fill(name: str, tensor: torch.Tensor, targets: dict[str, Target]) -> None:
     if tensor.dtype not in _FLOATS:
         raise _invalid(f"{name} has type {tensor.dtype}, expected float32, bfloat16 or float16")
     target.view.copy_(tensor)
+
+
+def _check_frequencies(name: str, tensor: torch.Tensor, spec: DecoderSpec) -> None:
+    """Old files repeat RoPE's unscaled frequencies in each layer; they must be those that the configuration gives."""
+    expected, _ = inverse_frequencies(RopeSpec(spec.rope.theta), spec.head_dim)
+    if tensor.shape != expected.shape or not torch.allclose(tensor.float(), expected, rtol=1e-2, atol=0.0):
+        raise _invalid(f"{name} differs from the frequencies of rope_theta {spec.rope.theta:g}")
 
 
 def _check_tied(tensor: torch.Tensor, embed: Target, loaded: bool, folder: Path) -> None:
