@@ -12,6 +12,7 @@ from typing import Final
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.plan import BatchPlan
 from loraplex.ops.bgmv import BgmvOps
+from loraplex.ops.cpu_kernel import CpuKernelOps
 from loraplex.ops.gather_bmm import GatherBmmOps
 from loraplex.ops.indexed import IndexedOps
 from loraplex.ops.interface import AdapterOps, NoAdapters
@@ -24,7 +25,7 @@ Family = Callable[[BatchPlan, AdapterTable], AdapterOps]
 
 FAMILIES: Final[dict[str, Family]] = {
     family.family: family
-    for family in (TorchLoopOps, GatherBmmOps, BgmvOps, SegmentedOps, IndexedOps, StackedOps)
+    for family in (TorchLoopOps, GatherBmmOps, BgmvOps, SegmentedOps, IndexedOps, StackedOps, CpuKernelOps)
 }
 """Every family that takes tensors, by name; the exact reference takes lists and stands apart."""
 
