@@ -1,8 +1,9 @@
 // The adapter branch on CPU: y = g * (y + s (x A^T) B^T) + c for all rows, adapters and modules of one call.
 //
-// Factors are read where they lie in the page pool, through the row table's extents; nothing is gathered. One call
-// runs two phases with a barrier between: shrink fills Z (float32 sums, rounded once to the model's type), expand adds
-// into y. Work is cut into items that any thread may take; which one does cannot change a result (see tiles.h).
+// Factors are read where they lie in the page pool, through the row table's extents; nothing is gathered. Shrink fills
+// Z (float32 sums, rounded once to the model's type), expand adds into y. Where adapters and row blocks keep all
+// threads busy, one item does both for its rows; else ranks and columns are cut finer and a barrier lies between. Any
+// thread may take any item: neither the cut nor the thread can change a result (see tiles.h).
 //
 // Plain C ABI, called through ctypes. The caller has checked every index, extent and stride; nothing is checked here.
 // Specification: 0x02D "Indexed realization", 0x06D "fully heterogeneous kernel".
@@ -21,7 +22,10 @@ namespace loraplex {
 
 constexpr int kModules = 9, kFactors = 5;
 constexpr int kA = 0, kB = 1, kG = 3, kC = 4;
-constexpr int64_t kRowBlock = 32, kRankBlock = 16, kColumnBlock = 256;
+constexpr int64_t kRowBlock = 32, kRankBlock = 16;
+constexpr int64_t kColumnBlock = 256;
+constexpr int64_t kItemsPerThread = 4;  // from here on an item is a whole row block of one adapter and module
+constexpr int64_t kFewRows = 8;  // up to here an item waits for memory, not for arithmetic
 constexpr int64_t kSerialWork = 1 << 15;  // multiply-adds below which waking the other threads costs more
 
 struct Extent { int64_t offset, rank_lo, rank_n, col_lo, col_n; };
@@ -68,7 +72,7 @@ struct Item { int32_t unit; int64_t row_lo, row_hi, lo, hi; };
 
 struct Workspace {
   std::vector<Unit> units;
-  std::vector<Item> shrink, expand;
+  std::vector<Item> whole, shrink, expand;
   std::vector<float> z, vectors;
 };
 
@@ -120,20 +124,26 @@ int64_t collect(const Step& step, const Call& call, int64_t layer, Workspace& ws
   return work;
 }
 
-void cut(Workspace& ws) {
+// Items of whole row blocks: lo and hi mean nothing.
+void cut_rows(Workspace& ws) {
+  ws.whole.clear();
+  for (size_t i = 0; i < ws.units.size(); ++i)
+    for (int64_t row = 0, end = ws.units[i].row_count; row < end; row += kRowBlock)
+      ws.whole.push_back({int32_t(i), row, std::min(row + kRowBlock, end), 0, 0});
+}
+
+// The same blocks cut further: the shrink by ranks, the expand by columns.
+void cut_finer(Workspace& ws) {
   ws.shrink.clear();
   ws.expand.clear();
-  for (size_t i = 0; i < ws.units.size(); ++i) {
-    const Unit& u = ws.units[i];
+  for (const Item& block : ws.whole) {
+    const Unit& u = ws.units[size_t(block.unit)];
     const int64_t chunks = (u.d_out + kColumnBlock - 1) / kColumnBlock;
     const int64_t width = ((u.d_out + chunks - 1) / chunks + 31) / 32 * 32;
-    for (int64_t row = 0; row < u.row_count; row += kRowBlock) {
-      const int64_t row_hi = std::min(row + kRowBlock, u.row_count);
-      for (int64_t k = 0; k < u.rank; k += kRankBlock)
-        ws.shrink.push_back({int32_t(i), row, row_hi, k, std::min<int64_t>(k + kRankBlock, u.rank)});
-      for (int64_t c = 0; c < u.d_out; c += width)
-        ws.expand.push_back({int32_t(i), row, row_hi, c, std::min(c + width, u.d_out)});
-    }
+    for (int64_t k = 0; k < u.rank; k += kRankBlock)
+      ws.shrink.push_back({block.unit, block.row_lo, block.row_hi, k, std::min<int64_t>(k + kRankBlock, u.rank)});
+    for (int64_t c = 0; c < u.d_out; c += width)
+      ws.expand.push_back({block.unit, block.row_lo, block.row_hi, c, std::min(c + width, u.d_out)});
   }
 }
 
@@ -166,6 +176,13 @@ template <class T> struct Problem {
   int64_t y_stride;
   const T* x;
   int64_t x_stride;
+
+  void whole(const Item& block) {
+    const Unit& u = ws.units[size_t(block.unit)];
+    for (int64_t k = 0; k < u.rank; k += kRankBlock)
+      shrink({block.unit, block.row_lo, block.row_hi, k, std::min<int64_t>(k + kRankBlock, u.rank)});
+    expand({block.unit, block.row_lo, block.row_hi, 0, u.d_out});
+  }
 
   void shrink(const Item& item) {
     const Unit& u = ws.units[size_t(item.unit)];
@@ -208,11 +225,20 @@ template <class T> struct Problem {
       const int64_t lo = std::max(item.lo, e->col_lo), hi = std::min(item.hi, e->col_lo + e->col_n);
       if (lo < hi) {
         e = tile_rows(step.pool, e, u.b_end, 0, u.rank, lo - e->col_lo, b);
+        if (item.row_hi - item.row_lo <= kFewRows) prefetch(b, u.rank, hi - lo);
         columns(u, item, lo, hi, b);
       } else {
         const int64_t tile = e->col_lo;
         while (e != u.b_end && e->col_lo == tile) ++e;
       }
+    }
+  }
+
+  // The expand walks all ranks a few columns at a time: too many short streams for the hardware to foresee.
+  static void prefetch(const T* const* b, int rank, int64_t n) {
+    for (int k = 0; k < rank; ++k) {
+      const char* const end = reinterpret_cast<const char*>(b[k] + n);
+      for (const char* p = reinterpret_cast<const char*>(b[k]); p < end; p += 64) __builtin_prefetch(p);
     }
   }
 
@@ -244,16 +270,22 @@ void apply(const Step* step, const Call* call, int64_t layer, void* y, int64_t y
   Workspace& ws = own;  // the threads of the region below must see this one
   const int64_t work = collect(*step, *call, layer, ws);
   if (ws.units.empty()) return;
-  cut(ws);
+  cut_rows(ws);
   Problem<T> problem{*step, ws, static_cast<T*>(y), y_stride, static_cast<const T*>(x), x_stride};
-  const int64_t shrinks = int64_t(ws.shrink.size()), expands = int64_t(ws.expand.size());
-  const int threads = int(std::min<int64_t>(omp_get_max_threads(), std::max(shrinks, expands)));
-  if (threads == 1 || work < kSerialWork) {
-    for (int64_t i = 0; i < shrinks; ++i) problem.shrink(ws.shrink[size_t(i)]);
-    for (int64_t i = 0; i < expands; ++i) problem.expand(ws.expand[size_t(i)]);
+  const int64_t blocks = int64_t(ws.whole.size());
+  const int threads = work < kSerialWork ? 1 : omp_get_max_threads();
+  if (threads == 1) {
+    for (const Item& block : ws.whole) problem.whole(block);
     return;
   }
-#pragma omp parallel num_threads(threads)
+  if (blocks >= kItemsPerThread * threads) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int64_t i = 0; i < blocks; ++i) problem.whole(ws.whole[size_t(i)]);
+    return;
+  }
+  cut_finer(ws);
+  const int64_t shrinks = int64_t(ws.shrink.size()), expands = int64_t(ws.expand.size());
+#pragma omp parallel num_threads(int(std::min<int64_t>(threads, expands)))
   {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < shrinks; ++i) problem.shrink(ws.shrink[size_t(i)]);
