@@ -22,10 +22,11 @@ constexpr int kLanes = 16;
 struct BF16 { uint16_t bits; };
 struct F16 { uint16_t bits; };
 
-inline f32x16 splat(float v) { return f32x16{} + v; }
-
 // Lane sums in one fixed order: halves are folded until one lane is left.
 inline float reduce(f32x16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);  // the same folds
+#endif
   float lane[kLanes];
   std::memcpy(lane, &v, sizeof lane);
   for (int width = kLanes / 2; width > 0; width /= 2)
@@ -93,8 +94,12 @@ template <> struct Lanes<BF16> {
     std::memcpy(p, &raw, 32);
   }
   static float round(float v) {
-    const i32x16 bits = round_bf16_bits(splat(v)) & int32_t(0xFFFF0000u);
-    return ((f32x16)bits)[0];
+    uint32_t bits;
+    std::memcpy(&bits, &v, 4);
+    const bool nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+    bits = (nan ? bits | 0x400000u : bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u;
+    std::memcpy(&v, &bits, 4);
+    return v;
   }
 };
 

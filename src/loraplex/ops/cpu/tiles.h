@@ -173,9 +173,16 @@ template <int R> struct Expand<BF16, R> {
     high += e.scale * (f32x16)odd;
     if (e.g) split(e.g + column, mask, low, high, [](f32x16& v, f32x16 by) { v *= by; });
     if (e.c) split(e.c + column, mask, low, high, [](f32x16& v, f32x16 by) { v += by; });
-    const __m512i upper = (__m512i)round_bf16_bits(high), lower = (__m512i)round_bf16_bits(low);
-    const __m512i out = _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(lower, 16), upper);
-    _mm512_mask_storeu_epi16(y, mask, out);
+    const __m512i upper = _mm512_slli_epi32(rounded((__m512)high), 16);
+    _mm512_mask_storeu_epi16(y, mask, _mm512_or_si512(upper, rounded((__m512)low)));
+  }
+
+  // Each value as bf16 bits in the low half of its lane.
+  static __m512i rounded(__m512 v) {
+    const __m256bh packed = _mm512_cvtneps_pbh(v);
+    __m256i bits;
+    std::memcpy(&bits, &packed, sizeof bits);
+    return _mm512_cvtepu16_epi32(bits);
   }
 
   // Applies 32 float32 values to even and odd columns.
