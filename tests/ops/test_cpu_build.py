@@ -15,6 +15,7 @@ from tests.ops.build import make_plan
 from tests.ops.test_families import PLANS, check, random_world
 
 from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.model.sampler_cpu import OPTIONS, CompiledSampling
 from loraplex.ops import dispatch
 from loraplex.ops.cpu import build
 
@@ -56,7 +57,10 @@ def test_another_source_flag_or_processor_is_another_file(monkeypatch: pytest.Mo
     monkeypatch.setattr(build, "COMPILE_FLAGS", (*build.COMPILE_FLAGS, "-g"))
     assert build.fingerprint("g++ 1") != before
     monkeypatch.undo()
-    monkeypatch.setattr(build, "SOURCES", build.SOURCES[:2])
+    monkeypatch.setattr(build, "HEADERS", build.HEADERS[:2])
+    assert build.fingerprint("g++ 1") != before
+    monkeypatch.undo()
+    monkeypatch.setattr(build, "UNITS", {**build.UNITS, "lora_cpu.cpp": "-ffp-contract=off"})
     assert build.fingerprint("g++ 1") != before
 
 
@@ -85,6 +89,8 @@ def test_plainer_processors_compute_the_same_function(
     if os.uname().machine != "x86_64":
         pytest.skip("the flags are those of x86-64")
     flag, expected = level
+    native = build.library()
+    assert native is not None
     monkeypatch.setattr(build, "COMPILE_FLAGS", (*build.COMPILE_FLAGS, flag))
     # Every dtype uses the same file, so it is built once for each flag and not once for each test.
     folder = tmp_path.parent / flag.strip("-").replace("=", "_")
@@ -94,6 +100,22 @@ def test_plainer_processors_compute_the_same_function(
     world = random_world(31, dtype, 5, [1, 4, 9, 16])
     for prefills, decodes in PLANS.values():
         check(world, make_plan(prefills, decodes), "cpu_kernel")
+    assert_draws_alike(plain, native)
+
+
+def assert_draws_alike(first: build.Library, second: build.Library) -> None:
+    """Two builds of the sampling functions draw the same tokens."""
+    rng = np.random.default_rng(2)
+    logits = torch.from_numpy(rng.standard_normal((60, 700)).astype(np.float32) * 3)
+    options = np.zeros(60, dtype=OPTIONS)
+    options["temperature"], options["seed_low"] = 0.8, np.arange(60)
+    options["top_p"] = np.where(np.arange(60) % 2, 1.0, 0.9)
+    options["top_k"] = np.arange(60) % 3 * 5
+    index = np.arange(60)
+    tokens = [
+        CompiledSampling(build_).draw(logits, index, 700, options).tolist() for build_ in (first, second)
+    ]
+    assert tokens[0] == tokens[1]
 
 
 def fake_compiler(folder: Path, script: str) -> str:

@@ -1,12 +1,12 @@
-"""Builds the CPU kernel once for this machine and loads it.
+"""Builds the CPU kernels (adapters, sampling) once for this machine and loads them.
 
 The shared object lies in the cache folder (`LORAPLEX_CACHE`, else the user's cache folder) under a name made from the
 source's bytes, the compiler and its flags, the processor and the OpenMP library, so that another machine or version
 never finds it. It is linked against the OpenMP library that torch has already loaded: one thread pool in the process,
 and torch's thread count holds for both.
 
-Without a usable compiler there is no kernel: `library()` says why, once, in the log, and `status()` says it to whoever
-asks; the torch families serve instead. Never compiles while a step runs: call `library()` at start-up.
+Without a usable compiler there are none: `library()` says why, once, in the log, and `status()` says it to whoever
+asks; torch code serves instead. Never compiles while a step runs: call `library()` at start-up.
 """
 
 from __future__ import annotations
@@ -28,10 +28,21 @@ import torch
 
 _LOG = logging.getLogger("loraplex.ops")
 _HERE: Final = Path(__file__).resolve().parent
-SOURCES: Final = ("lora_cpu.cpp", "tiles.h", "lanes.h")
+UNITS: Final = {"lora_cpu.cpp": "-ffp-contract=fast", "sample_cpu.cpp": "-ffp-contract=off"}
+"""Compiled files and how each may contract products: penalties round like torch's, projections fuse."""
+HEADERS: Final = ("lanes.h", "noise.h", "tiles.h")
 COMPILE_FLAGS: Final = (
-    "-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fwrapv", "-fPIC", "-fopenmp", "-w",
+    "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fwrapv", "-fPIC", "-fopenmp", "-w",
 )  # fmt: skip
+_SIGNATURES: Final = {
+    "lora_apply_float32": "ppipipi",
+    "lora_apply_bfloat16": "ppipipi",
+    "lora_apply_float16": "ppipipi",
+    "sample_draw": "pipiipp",
+    "sample_penalise": "pipiippipp",
+    "sample_best": "piiiip",
+}
+"""Exported functions and their arguments: p a pointer, i an int64."""
 _TIMEOUT_S: Final = 120
 
 
@@ -41,7 +52,7 @@ class KernelUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The loaded kernel: its file, and the vector path compiled in (2 bf16 products, 1 AVX-512, 0 neither)."""
+    """The loaded kernels: their file, and the vector path compiled in (2 bf16 products, 1 AVX-512, 0 neither)."""
 
     handle: ctypes.CDLL
     path: Path
@@ -62,20 +73,23 @@ def _loaded() -> Library | KernelUnavailable:
     try:
         found = load(build(cache_folder()))
     except KernelUnavailable as reason:
-        _LOG.warning("the CPU adapter kernel is not used, slower torch operators serve adapters: %s", reason)
+        _LOG.warning(
+            "the compiled CPU kernels are not used, slower torch code serves adapters and sampling: %s",
+            reason,
+        )
         return reason
-    _LOG.info("CPU adapter kernel: %s (vector level %d)", found.path, found.vector_level)
+    _LOG.info("CPU kernels: %s (vector level %d)", found.path, found.vector_level)
     return found
 
 
 def library() -> Library | None:
-    """The kernel, built on the first call of the process; None where it cannot be had."""
+    """The kernels, built on the first call of the process; None where they cannot be had."""
     found = _loaded()
     return found if isinstance(found, Library) else None
 
 
 def status() -> str:
-    """One line for people and metrics: which kernel serves adapters on CPU, or why none does."""
+    """One line for people and metrics: whether compiled kernels serve on CPU, or why not."""
     found = _loaded()
     if isinstance(found, Library):
         return f"compiled, vector level {found.vector_level}"
@@ -85,7 +99,7 @@ def status() -> str:
 def build(folder: Path) -> Path:
     """The shared object for this machine in `folder`, compiled if it is not there; raises `KernelUnavailable`."""
     compiler, version = find_compiler()
-    target = folder / f"lora_cpu-{fingerprint(version)}.so"
+    target = folder / f"kernels-{fingerprint(version)}.so"
     if target.is_file():
         return target
     try:
@@ -106,11 +120,10 @@ def load(path: Path) -> Library:
         raise KernelUnavailable(f"{path} cannot be loaded: {error}") from error
     handle.lora_vector_level.restype = ctypes.c_int32
     handle.lora_max_threads.restype = ctypes.c_int32
-    word = ctypes.c_void_p
-    for name in ("float32", "bfloat16", "float16"):
-        function = getattr(handle, f"lora_apply_{name}")
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(handle, name)
         function.restype = None
-        function.argtypes = [word, word, ctypes.c_int64, word, ctypes.c_int64, word, ctypes.c_int64]
+        function.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in arguments]
     return Library(handle, path, int(handle.lora_vector_level()))
 
 
@@ -129,16 +142,11 @@ def find_compiler() -> tuple[str, str]:
 def fingerprint(compiler_version: str) -> str:
     """Twenty hexadecimal digits over everything that the compiled bytes depend on."""
     digest = hashlib.sha256()
-    parts = [
-        compiler_version,
-        " ".join(COMPILE_FLAGS),
-        processor(),
-        openmp_library() or "",
-        torch.__version__,
-    ]
+    flags = " ".join((*COMPILE_FLAGS, *UNITS.values()))
+    parts = [compiler_version, flags, processor(), openmp_library() or "", torch.__version__]
     for part in parts:
         digest.update(part.encode() + b"\0")
-    for name in SOURCES:
+    for name in (*UNITS, *HEADERS):
         digest.update((_HERE / name).read_bytes() + b"\0")
     return digest.hexdigest()[:20]
 
@@ -168,10 +176,14 @@ def openmp_library() -> str | None:
 
 
 def _compile(compiler: str, scratch: Path) -> Path:
-    obj, out = scratch / "lora_cpu.o", scratch / "lora_cpu.so"
-    _run([compiler, *COMPILE_FLAGS, "-c", str(_HERE / SOURCES[0]), "-o", str(obj)])
+    objects = []
+    for name, contraction in UNITS.items():
+        made = scratch / f"{name}.o"
+        _run([compiler, *COMPILE_FLAGS, contraction, "-c", str(_HERE / name), "-o", str(made)])
+        objects.append(str(made))
+    out = scratch / "kernels.so"
     openmp = openmp_library()
-    _run([compiler, "-shared", str(obj), "-o", str(out), *([openmp] if openmp else ["-fopenmp"])])
+    _run([compiler, "-shared", *objects, "-o", str(out), *([openmp] if openmp else ["-fopenmp"])])
     return out
 
 
