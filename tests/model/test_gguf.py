@@ -378,7 +378,6 @@ def _overwrite_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         original(self, key, *args, **kwargs)
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_key_value", replace)
-    return
 
 
 @pytest.mark.parametrize("case", REFUSED)

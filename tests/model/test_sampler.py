@@ -13,6 +13,8 @@ from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.packed import float_bits
 from loraplex.core.plan import OPEN_COLUMNS
 from loraplex.model.sampler import Sampler, best_ids
+from loraplex.model.sampler_cpu import CompiledSampling
+from loraplex.ops.cpu import build
 
 CPU = torch.device("cpu")
 DEFAULTS: dict[str, Any] = {
@@ -39,6 +41,19 @@ def open_rows(*rows: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray
         np.array(biases, dtype=np.int32).reshape(-1, 2),
         np.array(history, dtype=np.int32),
     )
+
+
+COMPILED = [False, True]
+
+
+@pytest.fixture(params=COMPILED, ids=["torch", "compiled"], autouse=True)
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Every test here runs against the torch definition and against the compiled functions."""
+    if request.param and build.library() is None:
+        pytest.skip("no compiled functions on this machine")
+    if not request.param:
+        monkeypatch.setattr(CompiledSampling, "find", staticmethod(lambda device: None))
+    return bool(request.param)
 
 
 def make(vocab: int, *rows: dict[str, Any], sampled: int | None = None, requests: int = 8) -> Sampler:

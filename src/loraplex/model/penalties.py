@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.model.sampler_cpu import CompiledSampling
 
 I32 = npt.NDArray[np.int32]
 
@@ -18,9 +19,16 @@ I32 = npt.NDArray[np.int32]
 class TokenCounts:
     """Counts of output tokens and presence of prompt tokens, each [rows, vocab], rows grown by doubling."""
 
-    def __init__(self, max_requests: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_requests: int,
+        vocab_size: int,
+        device: torch.device,
+        compiled: CompiledSampling | None = None,
+    ) -> None:
         self._vocab = vocab_size
         self._device = device
+        self._compiled = compiled
         self._row_of = np.full(max_requests, -1, dtype=np.int64)
         self._free: list[int] = []
         self._output = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
@@ -64,24 +72,27 @@ class TokenCounts:
     def penalise(
         self,
         logits: torch.Tensor,
+        index: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int64],
-        repetition: torch.Tensor,
-        presence: torch.Tensor,
-        frequency: torch.Tensor,
-    ) -> torch.Tensor:
-        """Penalised logits [n, v], v at most the vocabulary. The three penalties are float32 [n, 1].
+        penalties: npt.NDArray[np.float32],
+    ) -> None:
+        """Penalise rows `index` [n] of logits [*, v] in place, v at most the vocabulary, for open slots [n].
 
-        Repetition divides positive and multiplies other logits of tokens seen in prompt or output; then frequency is
-        taken off for each output occurrence and presence once.
+        penalties: [n, 3], repetition, presence, frequency. Repetition divides positive and multiplies other logits of
+        tokens seen in prompt or output; then frequency is taken off for each output occurrence and presence once.
         """
-        rows = self._ids(self._row_of[slots])
-        width = logits.shape[1]
+        row_of, width = self._row_of[slots], logits.shape[1]
+        if self._compiled is not None:
+            self._compiled.penalise(logits, index, width, self._output, self._prompt, row_of, penalties)
+            return
+        rows, target = self._ids(row_of), self._ids(index)
+        repetition, presence, frequency = torch.from_numpy(penalties).to(self._device).T.unsqueeze(2)
+        before = logits[target]
         output = self._output[rows, :width]
         drawn = output > 0
         seen = drawn | self._prompt[rows, :width]
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        out = torch.where(seen, repeated, logits)
-        return out - frequency * output - presence * drawn
+        repeated = torch.where(before > 0, before / repetition, before * repetition)
+        logits[target] = torch.where(seen, repeated, before) - frequency * output - presence * drawn
 
     def _grow(self) -> None:
         old = self.rows

@@ -10,6 +10,7 @@ ask for a feature pay for it. Specification: 0x03E; DESIGN 4 "Sampling".
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ from loraplex.core.packed import I32, bits_float
 from loraplex.core.plan import OPEN_COLUMNS
 from loraplex.model.penalties import TokenCounts
 from loraplex.model.philox import token_noise, vocabulary_noise
+from loraplex.model.sampler_cpu import OPTIONS, CompiledSampling
 from loraplex.model.truncate import candidates
 
 I64 = npt.NDArray[np.int64]
@@ -32,6 +34,10 @@ _LOGPROB_ROWS = 64
 """Rows of log probabilities computed at a time: bounds the temporaries to a few of [64, V]."""
 
 
+_Draw = Callable[[torch.Tensor, I64, I64, I64], torch.Tensor]
+"""(logits, rows of logits, request slots, positions) -> tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Bias:
     ids: torch.Tensor
@@ -41,10 +47,20 @@ class _Bias:
 class Sampler:
     """Sampling for request slots 0 to max_requests - 1. Ids from `sampled_vocab` on are never drawn.
 
-    vocab_size: V, columns of the logits. Raises `plan_malformed` for arrays that contradict each other.
+    vocab_size: V, columns of the logits. compiled: use the compiled functions where the device has them; they give the
+    same tokens as the torch code here, up to scores that tie within float32 rounding. Raises `plan_malformed` for
+    arrays that contradict each other.
     """
 
-    def __init__(self, max_requests: int, vocab_size: int, sampled_vocab: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        max_requests: int,
+        vocab_size: int,
+        sampled_vocab: int,
+        device: torch.device,
+        *,
+        compiled: bool = True,
+    ) -> None:
         if not 0 < sampled_vocab <= vocab_size:
             raise InternalFault(
                 ErrorCode.PLAN_MALFORMED,
@@ -60,7 +76,8 @@ class Sampler:
         self._has_bias = np.zeros(max_requests, dtype=np.bool_)
         self._penalised = np.zeros(max_requests, dtype=np.bool_)
         self._truncated = np.zeros(max_requests, dtype=np.bool_)
-        self.counts = TokenCounts(max_requests, vocab_size, device)
+        self._compiled = CompiledSampling.find(device) if compiled else None
+        self.counts = TokenCounts(max_requests, vocab_size, device, self._compiled)
 
     def open(self, opens: I32, open_bias: I32, open_history: I32) -> None:
         """Start request slots over, from the plan's arrays of these names (columns `OPEN_COLUMNS`)."""
@@ -115,21 +132,18 @@ class Sampler:
                 ErrorCode.PLAN_MALFORMED,
                 f"logits must be float32 [rows, {self._vocab}], got {logits.dtype} {tuple(logits.shape)}",
             )
-        if greedy.all() and not adjusted.any():
-            if _is_identity(logit_index, logits.shape[0]):
-                return torch.argmax(logits[:, : self._sampled], dim=1)
-            return torch.argmax(logits.index_select(0, self._ids(logit_index))[:, : self._sampled], dim=1)
-        work = logits.index_select(0, self._ids(logit_index))[:, : self._sampled]
-        self._adjust(work, own)
+        index = logit_index.astype(np.int64)
+        if greedy.all() and not adjusted.any() and _is_identity(index, logits.shape[0]):
+            return torch.argmax(logits[:, : self._sampled], dim=1)
+        if adjusted.any():
+            logits = logits.index_select(0, self._ids(index))
+            index = np.arange(own.size, dtype=np.int64)
+            self._adjust(logits[:, : self._sampled], own)
         tokens = torch.empty(own.size, dtype=torch.int64, device=self._device)
-        for rows, draw in (
-            (greedy, self._greedy),
-            (~greedy & ~self._truncated[own], self._draw_full),
-            (~greedy & self._truncated[own], self._draw_truncated),
-        ):
+        for rows, draw in self._routes(greedy, own):
             if rows.any():
-                index = self._ids(np.flatnonzero(rows))
-                tokens[index] = draw(work[index], own[rows], positions[rows].astype(np.int64))
+                target = self._ids(np.flatnonzero(rows))
+                tokens[target] = draw(logits, index[rows], own[rows], positions[rows].astype(np.int64))
         counted = self._penalised[own]
         if counted.any():
             self.counts.add(own[counted], tokens[self._ids(np.flatnonzero(counted))])
@@ -151,7 +165,9 @@ class Sampler:
             part = slice(lo, lo + _LOGPROB_ROWS)
             rows = logits.index_select(0, index[part])
             ids[part, 0] = chosen[part]
-            if width:
+            if width and self._compiled is not None:
+                ids[part, 1:] = self._compiled.best(rows, self._sampled, width)
+            elif width:
                 ids[part, 1:] = best_ids(rows[:, : self._sampled], width)
             total = torch.logsumexp(rows, dim=1, keepdim=True)
             values[part] = rows.gather(1, ids[part]) - total
@@ -179,26 +195,33 @@ class Sampler:
             work[row].index_add_(0, bias.ids, bias.values)
         rows = np.flatnonzero(self._penalised[slots])
         if rows.size:
-            index, own = self._ids(rows), slots[rows]
-            work[index] = self.counts.penalise(
-                work[index],
-                own,
-                self._column("repetition", own),
-                self._column("presence", own),
-                self._column("frequency", own),
+            own = slots[rows]
+            penalties = np.stack(
+                [self._values[n][own] for n in ("repetition", "presence", "frequency")], axis=1
             )
+            self.counts.penalise(work, rows, own, penalties)
 
-    @staticmethod
-    def _greedy(work: torch.Tensor, slots: I64, positions: I64) -> torch.Tensor:
-        return torch.argmax(work, dim=1)
+    def _routes(self, greedy: Bools, slots: I64) -> tuple[tuple[Bools, _Draw], ...]:
+        """Which rows are drawn how."""
+        if self._compiled is not None:
+            return (greedy, self._greedy), (~greedy, self._draw_compiled)
+        truncated = self._truncated[slots]
+        return (
+            (greedy, self._greedy),
+            (~greedy & ~truncated, self._draw_full),
+            (~greedy & truncated, self._draw_truncated),
+        )
 
-    def _draw_full(self, work: torch.Tensor, slots: I64, positions: I64) -> torch.Tensor:
+    def _greedy(self, logits: torch.Tensor, index: I64, slots: I64, positions: I64) -> torch.Tensor:
+        return torch.argmax(self._rows(logits, index), dim=1)
+
+    def _draw_full(self, logits: torch.Tensor, index: I64, slots: I64, positions: I64) -> torch.Tensor:
         noise = vocabulary_noise(self._seed_rows(slots), self._ids(positions), self._sampled)
-        return torch.argmax(noise.add_(self._scaled(work, slots)), dim=1)
+        return torch.argmax(noise.add_(self._scaled(self._rows(logits, index), slots)), dim=1)
 
-    def _draw_truncated(self, work: torch.Tensor, slots: I64, positions: I64) -> torch.Tensor:
+    def _draw_truncated(self, logits: torch.Tensor, index: I64, slots: I64, positions: I64) -> torch.Tensor:
         values, ids = candidates(
-            self._scaled(work, slots),
+            self._scaled(self._rows(logits, index), slots),
             self._column("min_p", slots),
             self._ids(self._top_k[slots]).unsqueeze(1),
             self._column("top_p", slots),
@@ -206,6 +229,20 @@ class Sampler:
         noise = token_noise(self._seed_rows(slots), self._ids(positions), ids)
         best = torch.argmax(values + noise, dim=1, keepdim=True)
         return ids.gather(1, best).squeeze(1)
+
+    def _draw_compiled(self, logits: torch.Tensor, index: I64, slots: I64, positions: I64) -> torch.Tensor:
+        if self._compiled is None:
+            raise InternalFault(ErrorCode.INTERNAL, "compiled sampling was chosen where there is none")
+        options = np.empty(slots.size, dtype=OPTIONS)
+        for name in ("temperature", "min_p", "top_p"):
+            options[name] = self._values[name][slots]
+        options["top_k"] = self._top_k[slots]
+        options["seed_low"], options["seed_high"] = self._seeds[slots].T
+        options["position"] = positions
+        return self._compiled.draw(logits, np.ascontiguousarray(index), self._sampled, options)
+
+    def _rows(self, logits: torch.Tensor, index: I64) -> torch.Tensor:
+        return logits.index_select(0, self._ids(index))[:, : self._sampled]
 
     def _scaled(self, work: torch.Tensor, slots: I64) -> torch.Tensor:
         """Logits over temperature with the maximum at 0, so that a tiny temperature cannot overflow."""
@@ -233,5 +270,5 @@ def best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
     return vocab - 1 - (best & 0xFFFF_FFFF)
 
 
-def _is_identity(index: I32, rows: int) -> bool:
+def _is_identity(index: I64, rows: int) -> bool:
     return index.size == rows and bool((index == np.arange(rows)).all())

@@ -82,6 +82,12 @@ class ResidentAdapter:
     pool: torch.Tensor
     dtype: torch.dtype
     views: dict[int, ResidentModule] = field(default_factory=dict)
+    words: tuple[int, ...] = field(init=False)
+    """Addresses of index, ranks, scales, spans and extents, in this order: the compiled kernel's view."""
+
+    def __post_init__(self) -> None:
+        tables = (self.index, self.ranks, self.scales, self.spans, self.extents)
+        object.__setattr__(self, "words", tuple(table.ctypes.data for table in tables))
 
     def has(self, factor: Factor) -> bool:
         """Whether any module carries this factor or vector."""
