@@ -66,7 +66,7 @@ def read_tensors(folder: Path, progress: Progress | None = None) -> dict[str, Te
     Returned in the order of their names. Raises what the format checks raise, and `adapter_not_finite`.
     """
     with ExitStack() as stack:
-        files = [stack.enter_context(SafetensorsFile(path)) for path in _weight_files(folder)]
+        files = [stack.enter_context(SafetensorsFile(path)) for path in weight_files(folder)]
         work = [(file, entry) for file in files for entry in file.entries.values()]
         _check_index(folder, files)
         total = sum(entry.nbytes for _, entry in work)
@@ -113,7 +113,8 @@ def read_tensor(file: SafetensorsFile, entry: Entry) -> Tensor:
     return Tensor(entry.name, entry.dtype, entry.shape, data, digest)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the folder's tensors; raises where there are none, or pickles, or an ambiguity."""
     single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
     if single.exists() and index.exists():
         raise malformed(f"{folder.name} holds both {WEIGHTS_FILE} and {INDEX_FILE}; keep the one that counts")
