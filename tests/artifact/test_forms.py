@@ -154,8 +154,8 @@ def test_a_large_file_is_read_in_parallel_with_the_same_digests(
 ) -> None:
     folder = write_lora(tmp_path)
     alone = identify(load(folder), BASE)
-    monkeypatch.setattr("loraplex.artifact.source._THREADS_FROM_BYTES", 1)
-    monkeypatch.setattr("loraplex.artifact.source.os.cpu_count", lambda: 4)
+    monkeypatch.setattr("loraplex.artifact.threads.FROM_BYTES", 1)
+    monkeypatch.setattr("loraplex.artifact.threads.os.cpu_count", lambda: 4)
     assert identify(load(folder), BASE) == alone
 
 

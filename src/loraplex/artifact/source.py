@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +16,7 @@ from loraplex.artifact.jsontext import JsonError, parse_object
 from loraplex.artifact.refuse import bad_config, malformed, missing_source, not_finite, pickled, too_large
 from loraplex.artifact.safetensors_file import PICKLE_ADVICE, Entry, SafetensorsFile, open_regular
 from loraplex.artifact.tensors import Tensor, is_finite
+from loraplex.artifact.threads import map_threads
 from loraplex.core.limits import MAX_ADAPTER_BYTES, MAX_ADAPTER_CONFIG_BYTES, MAX_ADAPTER_TENSORS
 
 CONFIG_FILE: Final = "adapter_config.json"
@@ -28,8 +28,6 @@ PICKLE_FILES: Final = (
     "adapter_model.pt",
     "adapter_model.pth",
 )
-MAX_READ_THREADS: Final = 4
-_THREADS_FROM_BYTES: Final = 1 << 20
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read and hashed so far, bytes in all); may be called from several threads."""
@@ -86,20 +84,8 @@ def read_tensors(folder: Path, progress: Progress | None = None) -> dict[str, Te
                 progress(done, total)
             return tensor
 
-        tensors = _map(one, work, total)
+        tensors = map_threads(one, work, total)
     return {tensor.name: tensor for tensor in sorted(tensors, key=lambda t: t.name)}
-
-
-def _map(
-    one: Callable[[tuple[SafetensorsFile, Entry]], Tensor],
-    work: list[tuple[SafetensorsFile, Entry]],
-    total: int,
-) -> list[Tensor]:
-    threads = min(MAX_READ_THREADS, os.cpu_count() or 1)
-    if total < _THREADS_FROM_BYTES or threads == 1:
-        return [one(item) for item in work]
-    with ThreadPoolExecutor(threads, thread_name_prefix="adapter-read") as pool:
-        return list(pool.map(one, work))
 
 
 def read_tensor(file: SafetensorsFile, entry: Entry) -> Tensor:
