@@ -57,11 +57,12 @@ class Entry:
 class SafetensorsFile:
     """An open safetensors file whose header was checked. Close it, or use it as a context manager.
 
-    entries: all tensors by name, in file order. size: bytes of the file.
+    entries: all tensors by name, in file order. size: bytes of the file. max_bytes: an adapter's limit when None.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_bytes: int | None = None) -> None:
         self.path = path
+        self._max_bytes = MAX_ADAPTER_BYTES if max_bytes is None else max_bytes
         self._fd = open_regular(path)
         try:
             self.size = os.fstat(self._fd).st_size
@@ -102,8 +103,8 @@ class SafetensorsFile:
             raise _no_header(
                 name, head, f"it has {self.size} bytes, a safetensors file has at least {_LENGTH_BYTES}"
             )
-        if self.size > MAX_ADAPTER_BYTES:
-            raise too_large(f"{name} has {self.size} bytes, at most {MAX_ADAPTER_BYTES} are accepted")
+        if self.size > self._max_bytes:
+            raise too_large(f"{name} has {self.size} bytes, at most {self._max_bytes} are accepted")
         (length,) = struct.unpack("<Q", head)
         limit = min(MAX_SAFETENSORS_HEADER_BYTES, self.size - _LENGTH_BYTES)
         if length > limit:
