@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import IA3Config, LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
@@ -17,9 +17,9 @@ from tests.artifact.tiny import tiny_base
 
 from loraplex.artifact.fields import APPLIED, INERT, OFF_ONLY
 from loraplex.artifact.matching import Selector, layer_index
-from loraplex.artifact.patterns import PatternError, compile_pattern
+from loraplex.artifact.patterns import MAX_STEPS, PatternError, Work, compile_pattern
 from loraplex.artifact.peft_config import decode_config
-from loraplex.core.errors import CallerError
+from loraplex.core.errors import CallerError, ErrorCode
 
 MODULES = list(tiny_base(layers=12).modules())
 PARTS = ["model", "layers", "self_attn", "mlp", "q_proj", "k_proj", "v_proj", "proj", "0", "1", "11", "lm_head", "embed_tokens", "x"]  # fmt: skip
@@ -35,6 +35,7 @@ def decode(**fields: Any) -> Selector:
     return Selector(decode_config({"peft_type": "LORA", "r": 4, "lora_alpha": 8} | fields))
 
 
+@settings(deadline=None)
 @given(PATTERN, st.sampled_from([m.name for m in MODULES]))
 def test_a_pattern_means_what_it_means_to_python(pattern: str, name: str) -> None:
     try:
@@ -43,7 +44,7 @@ def test_a_pattern_means_what_it_means_to_python(pattern: str, name: str) -> Non
         with pytest.raises(PatternError):
             compile_pattern(pattern)
         return
-    assert compile_pattern(pattern).fullmatch(name) is expected
+    assert compile_pattern(pattern).fullmatch(name, Work()) is expected
 
 
 @pytest.mark.parametrize(
@@ -60,10 +61,11 @@ def test_a_pattern_means_what_it_means_to_python(pattern: str, name: str) -> Non
         ("(aa){1000000}", "aa" * 20, False),
         (r"[^\d.]\D\s?\S\W", "ab c.", True),
         ("", "", True),
+        ("[[ab]", "[", True),
     ],
 )
 def test_patterns_that_run_away_elsewhere_do_not_here(pattern: str, text: str, expected: bool) -> None:
-    assert compile_pattern(pattern).fullmatch(text) is expected
+    assert compile_pattern(pattern).fullmatch(text, Work()) is expected
 
 
 @pytest.mark.parametrize("pattern", ["(?i)q", "(?i:q)", r"(q)\1", "(?P<a>q)(?P=a)", "(?>q+)", "q++", "(a)(?(1)b|c)", "x" * 20_000, "(" * 5_000 + ")" * 5_000])  # fmt: skip
@@ -72,9 +74,29 @@ def test_patterns_that_are_not_read(pattern: str) -> None:
         compile_pattern(pattern)
 
 
+def test_all_patterns_of_a_configuration_share_one_budget() -> None:
+    work = Work()
+    heavy = compile_pattern("(.*.*)*" * 100 + "x")
+    heavy.fullmatch("model.layers.0.self_attn.q_proj", work)
+    assert work.left < MAX_STEPS - 1000
+    work.left = 1000  # the rest would only take longer
+    with pytest.raises(CallerError) as caught:
+        heavy.fullmatch("model.layers.0.self_attn.q_proj", work)
+    assert caught.value.code is ErrorCode.ADAPTER_CONFIG_INVALID
+
+
+def test_a_pattern_for_each_module_is_cheap() -> None:
+    names = {m.name: 1 + i % 9 for i, m in enumerate(tiny_base(layers=40).modules())}
+    selector = decode(target_modules="all-linear", rank_pattern=names)
+    for module in tiny_base(layers=40).modules():
+        assert selector.rank(module) == names[module.name]
+    assert MAX_STEPS - selector._work.left < MAX_STEPS // 50
+
+
 LAYERS = st.one_of(st.none(), st.integers(0, 12), st.lists(st.integers(0, 12), max_size=3))
 
 
+@settings(deadline=None)
 @given(
     st.one_of(PATTERN, st.lists(NAME, min_size=1, max_size=4)),
     st.one_of(st.none(), PATTERN, st.lists(NAME, max_size=2)),
@@ -97,6 +119,7 @@ def test_selection_is_pefts(targets: Any, exclude: Any, layers: Any, layers_patt
         assert selector.selects(module) is bool(check_target_module_exists(peft, module.name)), module.name
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(NAME, PATTERN), max_size=4, unique=True))
 def test_rank_and_alpha_patterns_are_pefts(keys: list[str]) -> None:
     ranks = {key: index + 1 for index, key in enumerate(keys)}
