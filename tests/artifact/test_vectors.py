@@ -79,6 +79,22 @@ def test_a_row_of_norm_zero_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CallerError) as caught:
         vectors_of(artifact.modules[0], Zeros())
     assert caught.value.code is ErrorCode.ADAPTER_NOT_FINITE
+    assert "has norm 0" in caught.value.message
+
+
+def test_a_vector_that_overflows_float32_is_refused(tmp_path: Path) -> None:
+    save_adapter(tmp_path, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    edit_tensors(tmp_path, lambda t: {n: v * 1e38 if "magnitude" in n else v * 1e-9 for n, v in t.items()})
+    artifact = load_adapter(tmp_path, tiny_base())
+
+    class Small(TinyTensors):
+        def weight(self, layer: int, module: Module) -> np.ndarray:
+            return super().weight(layer, module) * np.float32(1e-9)
+
+    with pytest.raises(CallerError) as caught:
+        vectors_of(artifact.modules[0], Small())
+    assert caught.value.code is ErrorCode.ADAPTER_NOT_FINITE
+    assert "does not fit float32" in caught.value.message
 
 
 @pytest.mark.parametrize("shard_size", ["5GB", "30KB"])
