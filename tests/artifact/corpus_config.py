@@ -127,6 +127,13 @@ TEXTS: list[Case] = [
     ("NaN", config_text(lambda t: t.replace(b'"lora_alpha": 8', b'"lora_alpha": NaN')), CONFIG),
     ("Infinity", config_text(lambda t: t.replace(b'"lora_alpha": 8', b'"lora_alpha": Infinity')), CONFIG),
     (
+        "NaN in an inert field",
+        config_text(
+            lambda t: t.replace(b'"base_model_name_or_path": null', b'"base_model_name_or_path": NaN')
+        ),
+        CONFIG,
+    ),
+    (
         "long number",
         config_text(lambda t: t.replace(b'"lora_alpha": 8', b'"lora_alpha": ' + b"8" * 5000)),
         CONFIG,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,7 +31,7 @@ PICKLE_FILES: Final = (
 )
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes read and hashed so far, bytes in all); may be called from several threads."""
+"""Called with (bytes read and hashed so far, bytes in all); called from several threads, one at a time, rising."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -75,13 +76,15 @@ def read_tensors(folder: Path, progress: Progress | None = None) -> dict[str, Te
                 f"the adapter holds {len(work)} tensors, at most {MAX_ADAPTER_TENSORS} are accepted"
             )
         done = 0
+        lock = threading.Lock()
 
         def one(item: tuple[SafetensorsFile, Entry]) -> Tensor:
             nonlocal done
             tensor = read_tensor(*item)
             if progress is not None:
-                done += item[1].nbytes
-                progress(done, total)
+                with lock:
+                    done += item[1].nbytes
+                    progress(done, total)
             return tensor
 
         tensors = map_threads(one, work, total)
