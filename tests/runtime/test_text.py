@@ -20,7 +20,9 @@ META = TextCodec(metaspace_tokenizer(), {2}, "<s>", None)
 TEXTS = st.text(st.sampled_from("hello w STOP\n👩‍🚀日本語é\u0301e\u0301🇩🇪ß"), max_size=30)
 
 
-def stream(codec: TextCodec, ids: list[int], cuts: list[int], stops: tuple[str, ...] = ()) -> tuple[str, int | None]:
+def stream(
+    codec: TextCodec, ids: list[int], cuts: list[int], stops: tuple[str, ...] = ()
+) -> tuple[str, int | None]:
     detokenizer, out, at = Detokenizer(codec, stops), "", 0
     for cut in [*sorted(c % (len(ids) + 1) for c in cuts), len(ids)]:
         out += detokenizer.push(ids[at:cut])
@@ -52,7 +54,9 @@ def test_any_split_gives_the_text_of_the_whole(codec: TextCodec, text: str, cuts
 @given(
     text=TEXTS,
     cuts=st.lists(st.integers(0, 200), max_size=8),
-    stops=st.lists(st.text(st.sampled_from("loSTOP 日👩e\u0301"), min_size=1, max_size=4), max_size=3).map(tuple),
+    stops=st.lists(st.text(st.sampled_from("loSTOP 日👩e\u0301"), min_size=1, max_size=4), max_size=3).map(
+        tuple
+    ),
 )
 def test_stop_strings_depend_on_the_text_only(text: str, cuts: list[int], stops: tuple[str, ...]) -> None:
     ids = BYTE.encode(text, add_special=False)
@@ -189,7 +193,9 @@ def test_token_text_and_bytes() -> None:
 
 def test_text_loads_no_torch() -> None:
     code = "import loraplex.runtime.text, sys, json; print(json.dumps('torch' in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": "src"})
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": "src"}
+    )
     assert json.loads(done.stdout) is False
 
 

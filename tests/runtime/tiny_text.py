@@ -13,7 +13,16 @@ TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("S", "T"), ("O", "P"), ("ST", "OP")]
+MERGES = [
+    ("h", "e"),
+    ("l", "l"),
+    ("he", "ll"),
+    ("hell", "o"),
+    ("Ġ", "w"),
+    ("S", "T"),
+    ("O", "P"),
+    ("ST", "OP"),
+]
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -35,9 +44,13 @@ def metaspace_tokenizer() -> Tokenizer:
     words = ["\u2581hello", "\u2581world", "\u2581", "h", "e", "l", "o", "w", "r", "d", "!"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *words]
     tokenizer = Tokenizer(
-        models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[], byte_fallback=True, unk_token="<unk>")
+        models.BPE(
+            vocab={t: i for i, t in enumerate(tokens)}, merges=[], byte_fallback=True, unk_token="<unk>"
+        )
     )
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
