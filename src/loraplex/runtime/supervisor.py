@@ -29,7 +29,6 @@ from loraplex.runtime.engine_process import (
     REPORT_DECODER,
     EngineFailed,
     EngineReady,
-    EngineReport,
     EngineStart,
 )
 
