@@ -7,6 +7,7 @@ token a step, and obeys a few prompts: see `EchoEngine`.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +41,9 @@ VOCAB = 997
 DIE = 990
 RAISE = 991
 MUTE = 992
+STEP_S = 0.0002
+"""How long a step of the echo engine takes: an engine without a device would outrun every client."""
+_DEVICE = threading.Event()
 
 
 @dataclass
@@ -89,6 +93,7 @@ class EchoEngine:
 
     def step(self, wait: bool = False) -> bool:
         """Read, then send one token for each request."""
+        _DEVICE.wait(STEP_S)
         out: list[FromEngine] = []
         speaking = [run for run in self.running.values() if run.prompt[0] != MUTE]
         for message in self.mailbox.receive(wait and not speaking):

@@ -9,6 +9,7 @@ Specification: DESIGN 4 "Processes", "Text".
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import secrets
 from collections import deque
@@ -46,6 +47,8 @@ from loraplex.core.messages import (
 from loraplex.runtime.transport import decode_from_engine, encode_frame, unpack_sequence
 
 _log: Final = logging.getLogger(__name__)
+
+_FRAMES_PER_TURN: Final = 16
 
 Call = RegisterAdapter | RemoveAdapter | Inspect
 
@@ -242,8 +245,12 @@ class EngineClient:
             self._socket.send(encode_frame(messages))
 
     async def _read(self, sock: zmq.asyncio.Socket) -> None:
-        while True:
+        for count in itertools.count(1):
             number, payload = await sock.recv_multipart()
+            if (
+                count % _FRAMES_PER_TURN == 0
+            ):  # receiving what is there does not yield, and readers must have a turn
+                await asyncio.sleep(0)
             try:
                 self._take(unpack_sequence(number), payload)
             except msgspec.DecodeError as error:
