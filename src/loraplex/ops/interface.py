@@ -22,7 +22,9 @@ from typing import Protocol
 import torch
 
 from loraplex.core.ids import Module
-from loraplex.ops.dims import ModuleDims as ModuleDims
+from loraplex.ops.dims import ModuleDims
+
+__all__ = ["AdapterOps", "ModuleDims", "RowSet"]
 
 
 class RowSet(IntEnum):
