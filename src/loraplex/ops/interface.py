@@ -24,7 +24,7 @@ import torch
 from loraplex.core.ids import Module
 from loraplex.ops.dims import ModuleDims
 
-__all__ = ["AdapterOps", "ModuleDims", "RowSet"]
+__all__ = ["AdapterOps", "ModuleDims", "NoAdapters", "RowSet"]
 
 
 class RowSet(IntEnum):
