@@ -81,21 +81,29 @@ class Decoder:
         adapters: AdapterOps,
     ) -> torch.Tensor:
         spec = self.spec
-        qkv = _project(x, layer.qkv, layer.qkv_bias, index, _QKV, (spec.q_size, spec.kv_size, spec.kv_size), adapters)
+        qkv = _project(
+            x, layer.qkv, layer.qkv_bias, index, _QKV, (spec.q_size, spec.kv_size, spec.kv_size), adapters
+        )
         heads = qkv.view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
         qk = heads[:, : spec.heads + spec.kv_heads]
         if layer.qk_norm is not None:
             qk.copy_(self._norm(qk, layer.qk_norm))
         rotate_(qk, cos, sin)
-        out = attention.run(index, qk[:, : spec.heads], qk[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :])
+        out = attention.run(
+            index, qk[:, : spec.heads], qk[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :]
+        )
         out = out.reshape(x.shape[0], spec.q_size)
         return _project(out, layer.o, layer.o_bias, index, (Module.O,), (spec.hidden_size,), adapters)
 
-    def _feed_forward(self, index: int, layer: LayerWeights, x: torch.Tensor, adapters: AdapterOps) -> torch.Tensor:
+    def _feed_forward(
+        self, index: int, layer: LayerWeights, x: torch.Tensor, adapters: AdapterOps
+    ) -> torch.Tensor:
         inner = self.spec.intermediate_size
         both = _project(x, layer.gate_up, layer.gate_up_bias, index, _GATE_UP, (inner, inner), adapters)
         active = F.silu(both[:, :inner]).mul_(both[:, inner:])
-        return _project(active, layer.down, layer.down_bias, index, (Module.DOWN,), (self.spec.hidden_size,), adapters)
+        return _project(
+            active, layer.down, layer.down_bias, index, (Module.DOWN,), (self.spec.hidden_size,), adapters
+        )
 
     def _logits(self, hidden: torch.Tensor, adapters: AdapterOps, logit_rows: torch.Tensor) -> torch.Tensor:
         if logit_rows.numel() == 0:

@@ -150,7 +150,10 @@ def _layer_targets(spec: DecoderSpec, index: int, layer: LayerWeights) -> dict[s
         if bias is not None:
             out[f"{name}.bias"] = Target((size,), bias[start : start + size])
     prefix = f"model.layers.{index}"
-    for name, tensor in (("input_layernorm", layer.input_norm), ("post_attention_layernorm", layer.post_norm)):
+    for name, tensor in (
+        ("input_layernorm", layer.input_norm),
+        ("post_attention_layernorm", layer.post_norm),
+    ):
         out[f"{prefix}.{name}.weight"] = Target(tuple(tensor.shape), tensor)
     if layer.qk_norm is not None:
         heads = (("q_norm", layer.qk_norm[: spec.heads]), ("k_norm", layer.qk_norm[spec.heads :]))
@@ -159,7 +162,9 @@ def _layer_targets(spec: DecoderSpec, index: int, layer: LayerWeights) -> dict[s
     return out
 
 
-def dummy_weights(spec: DecoderSpec, dtype: torch.dtype, device: torch.device, *, seed: int = 0) -> DecoderWeights:
+def dummy_weights(
+    spec: DecoderSpec, dtype: torch.dtype, device: torch.device, *, seed: int = 0
+) -> DecoderWeights:
     """Random weights from the specification alone, the same for the same seed, type and kind of device.
 
     Matrices and biases are normal with deviation 0.02; norms are 1.
@@ -177,7 +182,11 @@ def dummy_weights(spec: DecoderSpec, dtype: torch.dtype, device: torch.device, *
 
 
 def load_weights(
-    folder: Path, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+    folder: Path,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
 ) -> DecoderWeights:
     """Weights from a folder's safetensors, one file or shards with an index.
 
@@ -194,7 +203,9 @@ def load_weights(
             raise _invalid(f"{name} appears in two shards")
         seen.add(name)
         if name == "lm_head.weight" and spec.tied_embeddings:
-            _check_tied(tensor, targets["model.embed_tokens.weight"], "model.embed_tokens.weight" in seen, folder)
+            _check_tied(
+                tensor, targets["model.embed_tokens.weight"], "model.embed_tokens.weight" in seen, folder
+            )
         else:
             _fill(name, tensor, targets)
         done += tensor.nbytes
@@ -218,7 +229,9 @@ def _shards(folder: Path) -> list[Path]:
     index, single = folder / _INDEX, folder / _SINGLE
     if not index.is_file():
         if not single.is_file():
-            raise _source_missing(folder, f"has neither {_SINGLE} nor {_INDEX}; convert the weights to safetensors")
+            raise _source_missing(
+                folder, f"has neither {_SINGLE} nor {_INDEX}; convert the weights to safetensors"
+            )
         return [single]
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

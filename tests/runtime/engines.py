@@ -1,0 +1,167 @@
+"""Engines for tests of processes and transport, built in a real engine process by name.
+
+`build_virtual` is the real control plane over the virtual device. `build_echo` repeats a request's prompt for ever, one
+token a step, and obeys a few prompts: see `EchoEngine`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from loraplex.config import EngineConfig
+from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.layout import KvShape
+from loraplex.core.messages import (
+    Abort,
+    Ended,
+    Finish,
+    FromEngine,
+    Inspect,
+    RegisterAdapter,
+    RemoveAdapter,
+    Reply,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+)
+from loraplex.core.ports import Clock, EventSink, Mailbox
+from loraplex.engine.config import EngineLimits
+from loraplex.engine.step import Engine
+from loraplex.sim.device import VirtualDevice
+
+VIRTUAL = "tests.runtime.engines:build_virtual"
+ECHO = "tests.runtime.engines:build_echo"
+VOCAB = 997
+DIE = 990
+RAISE = 991
+MUTE = 992
+STEP_S = 0.0002
+"""How long a step of the echo engine takes: an engine without a device would outrun every client."""
+_DEVICE = threading.Event()
+
+
+@dataclass
+class Built:
+    """What the engine's process drives."""
+
+    engine: Any
+    info: dict[str, Any]
+    close: Callable[[], None] = lambda: None
+
+
+def build_virtual(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
+    """The real engine over 4,096 virtual pages. Refuses the model named `refused`."""
+    if config.model == "refused":
+        raise CallerError(ErrorCode.MODEL_UNSUPPORTED, "the model is refused", param="model")
+    limits = EngineLimits(
+        kv=KvShape(1, 1, 1, 4, 16),
+        num_pages=4097,
+        max_requests=config.max_requests,
+        max_model_len=32768,
+        token_budget=512,
+        vocab_size=VOCAB,
+        depth=config.pipeline_depth,
+    )
+    engine = Engine(limits, VirtualDevice(limits.bounds, 16), mailbox, clock, events)
+    return Built(engine, {"vocab_size": VOCAB, "max_model_len": 32768, "pid": os.getpid()})
+
+
+@dataclass
+class _Running:
+    message: Submit
+    prompt: list[int]
+    sent: int = 0
+
+
+@dataclass
+class EchoEngine:
+    """Answers a request with its prompt, again and again, until max_tokens or a stop token.
+
+    A prompt that begins with DIE kills the process, RAISE breaks the step, MUTE never gets an answer. Adapters shift
+    each token by their number of pages.
+    """
+
+    mailbox: Mailbox
+    running: dict[str, _Running] = field(default_factory=dict)
+    adapters: dict[str, RegisterAdapter] = field(default_factory=dict)
+
+    def step(self, wait: bool = False) -> bool:
+        """Read, then send one token for each request."""
+        _DEVICE.wait(STEP_S)
+        out: list[FromEngine] = []
+        speaking = [run for run in self.running.values() if run.prompt[0] != MUTE]
+        for message in self.mailbox.receive(wait and not speaking):
+            self.handle(message, out)
+        for request_id, run in list(self.running.items()):
+            if run.prompt[0] != MUTE:
+                self.advance(request_id, run, out)
+        if out:
+            self.mailbox.send(out)
+        return bool(out)
+
+    def handle(self, message: Any, out: list[FromEngine]) -> None:
+        """One message."""
+        match message:
+            case Submit():
+                self.submit(message, out)
+            case Abort():
+                if self.running.pop(message.request_id, None):
+                    out.append(Ended(message.request_id, code="aborted", message="aborted"))
+            case Finish():
+                if self.running.pop(message.request_id, None):
+                    out.append(Ended(message.request_id, "stop"))
+            case RegisterAdapter():
+                self.adapters[message.key] = message
+                out.append(Reply(message.call_id, body={"key": message.key}))
+            case RemoveAdapter():
+                if self.adapters.pop(message.key, None) is None:
+                    out.append(Reply(message.call_id, "adapter_not_found", "no such adapter"))
+                else:
+                    out.append(Reply(message.call_id, body={"key": message.key}))
+            case Inspect():
+                out.append(
+                    Reply(
+                        message.call_id,
+                        body={"adapters": [{"key": k} for k in self.adapters], "running": len(self.running)},
+                    )
+                )
+
+    def submit(self, message: Submit, out: list[FromEngine]) -> None:
+        """Start a request, or obey its first token."""
+        prompt = np.frombuffer(message.prompt, dtype="<i4").tolist()
+        if prompt[:1] == [DIE]:
+            os._exit(9)
+        if prompt[:1] == [RAISE]:
+            raise RuntimeError("told to")
+        if message.adapter is not None and message.adapter not in self.adapters:
+            out.append(Ended(message.request_id, code="adapter_not_found", message="no such adapter"))
+            return
+        self.running[message.request_id] = _Running(message, prompt)
+
+    def advance(self, request_id: str, run: _Running, out: list[FromEngine]) -> None:
+        """One token."""
+        sampling = run.message.sampling
+        shift = self.adapters[run.message.adapter].pages if run.message.adapter else 0
+        token = run.prompt[run.sent % len(run.prompt)] + shift
+        run.sent += 1
+        if token in sampling.stop_token_ids:
+            out.append(Ended(request_id, "stop", token))
+            del self.running[request_id]
+            return
+        top = tuple(range(max(sampling.logprobs, 0)))
+        entry = TokenLogprobs((token, *top), (-0.5, *(-1.0 - k for k in top)))
+        out.append(Tokens(request_id, (token,), (entry,) if sampling.logprobs >= 0 else ()))
+        if run.sent >= sampling.max_tokens:
+            out.append(Ended(request_id, "length"))
+            del self.running[request_id]
+
+
+def build_echo(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
+    """An `EchoEngine`."""
+    return Built(EchoEngine(mailbox), {"vocab_size": VOCAB, "max_model_len": 1 << 20, "pid": os.getpid()})
