@@ -46,3 +46,8 @@ MAX_BUFFERED_TOKENS: Final = 4096
 MAX_UNSENT_FRAMES: Final = 4096
 """Frames that wait for one client process; at this many the engine gives the process up."""
 MAX_FRAMES_PER_RECEIVE: Final = 1024
+
+# HTTP
+MAX_BODY_BYTES: Final = 32 << 20
+MAX_CHOICES: Final = 256
+"""Prompts times samples of one HTTP request."""
