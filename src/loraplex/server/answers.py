@@ -47,7 +47,6 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -111,7 +110,6 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     delta: Delta | UnsetType = UNSET
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
