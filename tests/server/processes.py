@@ -78,9 +78,11 @@ async def started(
         await process.communicate()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
+def run(test: Callable[[], Awaitable[None]], limit_s: float = 100) -> None:
+    """Run a test in an event loop; one that hangs is ended."""
+
     async def bounded() -> None:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(limit_s):
             await test()
 
     asyncio.run(bounded())
