@@ -116,8 +116,8 @@ def run_server(config: ServeConfig) -> int:
     from loraplex.model.store import cache_root
     from loraplex.runtime.model_folder import resolve_model
     from loraplex.runtime.workdir import private_folder
-    from loraplex.server.app import create_app
     from loraplex.server.announce import Announcer
+    from loraplex.server.app import create_app
     from loraplex.server.logs import configure_logging
     from loraplex.server.run import serve as serve_until_told
 

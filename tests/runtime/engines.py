@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,18 @@ VOCAB = 997
 DIE = 990
 RAISE = 991
 MUTE = 992
+PAUSED = 993
+NEVER = "tests.runtime.engines:build_never"
+REFUSING = "tests.runtime.engines:build_refusing"
 STEP_S = 0.0002
 """How long a step of the echo engine takes: an engine without a device would outrun every client."""
 _DEVICE = threading.Event()
+
+
+INFO = {
+    "base_abi": "ab" * 32, "dtype": "float32", "vocab_size": VOCAB, "eos_token_ids": [2], "page_tokens": 16,
+    "notes": ["an engine of the tests"],
+}  # fmt: skip
 
 
 @dataclass
@@ -56,9 +66,7 @@ class Built:
 
 
 def build_virtual(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
-    """The real engine over 4,096 virtual pages. Refuses the model named `refused`."""
-    if config.model == "refused":
-        raise CallerError(ErrorCode.MODEL_UNSUPPORTED, "the model is refused", param="model")
+    """The real engine over 4,096 virtual pages."""
     limits = EngineLimits(
         kv=KvShape(1, 1, 1, 4, 16),
         num_pages=4097,
@@ -69,7 +77,7 @@ def build_virtual(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: 
         depth=config.pipeline_depth,
     )
     engine = Engine(limits, VirtualDevice(limits.bounds, 16), mailbox, clock, events)
-    return Built(engine, {"vocab_size": VOCAB, "max_model_len": 32768, "pid": os.getpid()})
+    return Built(engine, {**INFO, "max_model_len": 32768})
 
 
 @dataclass
@@ -83,11 +91,12 @@ class _Running:
 class EchoEngine:
     """Answers a request with its prompt, again and again, until max_tokens or a stop token.
 
-    A prompt that begins with DIE kills the process, RAISE breaks the step, MUTE never gets an answer. Adapters shift
-    each token by their number of pages.
+    A prompt that begins with DIE kills the process, RAISE breaks the step, MUTE never gets an answer, PAUSED gets it once the
+    file `gate` exists. Adapters shift each token by their number of pages.
     """
 
     mailbox: Mailbox
+    gate: Path
     running: dict[str, _Running] = field(default_factory=dict)
     adapters: dict[str, RegisterAdapter] = field(default_factory=dict)
 
@@ -95,15 +104,19 @@ class EchoEngine:
         """Read, then send one token for each request."""
         _DEVICE.wait(STEP_S)
         out: list[FromEngine] = []
-        speaking = [run for run in self.running.values() if run.prompt[0] != MUTE]
-        for message in self.mailbox.receive(wait and not speaking):
+        busy = any(run.prompt[0] != MUTE for run in self.running.values())
+        for message in self.mailbox.receive(wait and not busy):
             self.handle(message, out)
         for request_id, run in list(self.running.items()):
-            if run.prompt[0] != MUTE:
+            if self.speaks(run):
                 self.advance(request_id, run, out)
         if out:
             self.mailbox.send(out)
         return bool(out)
+
+    def speaks(self, run: _Running) -> bool:
+        """Whether the request gets a token now."""
+        return run.prompt[0] != MUTE and (run.prompt[0] != PAUSED or self.gate.exists())
 
     def handle(self, message: Any, out: list[FromEngine]) -> None:
         """One message."""
@@ -150,18 +163,29 @@ class EchoEngine:
         shift = self.adapters[run.message.adapter].pages if run.message.adapter else 0
         token = run.prompt[run.sent % len(run.prompt)] + shift
         run.sent += 1
-        if token in sampling.stop_token_ids:
-            out.append(Ended(request_id, "stop", token))
-            del self.running[request_id]
-            return
         top = tuple(range(max(sampling.logprobs, 0)))
         entry = TokenLogprobs((token, *top), (-0.5, *(-1.0 - k for k in top)))
         out.append(Tokens(request_id, (token,), (entry,) if sampling.logprobs >= 0 else ()))
-        if run.sent >= sampling.max_tokens:
+        if token in sampling.stop_token_ids:
+            out.append(Ended(request_id, "stop", token))
+            del self.running[request_id]
+        elif run.sent >= sampling.max_tokens:
             out.append(Ended(request_id, "length"))
             del self.running[request_id]
 
 
 def build_echo(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
-    """An `EchoEngine`."""
-    return Built(EchoEngine(mailbox), {"vocab_size": VOCAB, "max_model_len": 1 << 20, "pid": os.getpid()})
+    """An `EchoEngine`, whose gate is the file `go` beside the model's folder."""
+    return Built(EchoEngine(mailbox, Path(config.model).parent / "go"), {**INFO, "max_model_len": 2048})
+
+
+def build_refusing(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
+    """Refuses its model."""
+    raise CallerError(ErrorCode.MODEL_UNSUPPORTED, "the model is refused", param="model")
+
+
+def build_never(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
+    """Loads for ever."""
+    while not mailbox.closed:  # type: ignore[attr-defined]  # the process's mailbox knows when it must end
+        mailbox.receive(wait=True)
+    raise CallerError(ErrorCode.MODEL_UNSUPPORTED, "it was told to end")

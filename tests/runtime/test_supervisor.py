@@ -34,10 +34,10 @@ def submit(name: str, prompt: list[int], **changes: Any) -> Submit:
 
 @asynccontextmanager
 async def served(
-    folder: Path, builder: str = engines.ECHO, model: str = "m", **options: Any
+    folder: Path, builder: str = engines.ECHO, **options: Any
 ) -> AsyncIterator[tuple[EngineSupervisor, EngineClient]]:
     client = EngineClient()
-    config = EngineConfig(model=model, images_dir=str(folder))
+    config = EngineConfig(model="m", images_dir=str(folder))
     supervisor = EngineSupervisor(
         config, client, builder=builder, log_level="critical", pause=lambda failures: 0.0, **options
     )
@@ -95,7 +95,7 @@ def test_the_real_control_plane_answers_over_the_wire(tmp_path: Path) -> None:
 def test_an_engine_that_refuses_to_start_says_why(tmp_path: Path) -> None:
     async def test() -> None:
         with pytest.raises(CallerError) as refused:
-            async with served(tmp_path, engines.VIRTUAL, model="refused"):
+            async with served(tmp_path, engines.REFUSING):
                 pass
         assert (refused.value.code, refused.value.param) == (ErrorCode.MODEL_UNSUPPORTED, "model")
 

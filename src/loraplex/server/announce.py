@@ -56,8 +56,6 @@ def examples(url: str, base_name: str, aliases: Sequence[str], chat: bool) -> li
     return [
         f"models: {names}",
         f"curl {url}/v1/{path} -H 'content-type: application/json' \\\n  -d '{{\"model\": \"{model}\", {field}}}'",
-        "from openai import OpenAI\n"
-        f'client = OpenAI(base_url="{url}/v1", api_key="none")\n'
-        f"print(client.{call})",
+        f'from openai import OpenAI\nclient = OpenAI(base_url="{url}/v1", api_key="none")\nprint(client.{call})',
         f"loraplex adapters list --url {url}",
     ]
