@@ -129,7 +129,14 @@ class FakeEngine:
             "steps": {"launched": 1, "committed": 1},
             "preemptions": 0,
             "adapters": [
-                {"key": k, "state": "idle", "device_pages": m.pages, "leases": 0, "pinned": False, "removing": False}
+                {
+                    "key": k,
+                    "state": "idle",
+                    "device_pages": m.pages,
+                    "leases": 0,
+                    "pinned": False,
+                    "removing": False,
+                }
                 for k, m in self.resident.items()
             ],
         }
@@ -182,7 +189,9 @@ class Front:
         )
         self.service.phase = Phase.OPEN
         self.app = create_app(self.service)
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(cast("Any", self.app)), base_url="http://t")
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(cast("Any", self.app)), base_url="http://t"
+        )
         self.openai = AsyncOpenAI(api_key="k", base_url="http://t/v1", http_client=self.http, max_retries=0)
         self.codec = codec
 
@@ -207,7 +216,9 @@ class Front:
 
     async def chat(self, **body: Any) -> httpx.Response:
         messages = [{"role": "user", "content": "hello"}]
-        return await self.http.post("/v1/chat/completions", json={"model": BASE, "messages": messages, **body})
+        return await self.http.post(
+            "/v1/chat/completions", json={"model": BASE, "messages": messages, **body}
+        )
 
     async def events(self, path: str, **body: Any) -> list[Any]:
         """Decoded events of a stream, without the closing [DONE]."""

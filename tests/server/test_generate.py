@@ -38,7 +38,12 @@ def test_stream_is_the_whole_in_pieces(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
         front.say("日本語 hello 👩 STOP")
         stream = await front.openai.completions.create(
-            model=BASE, prompt="x", max_tokens=99, stream=True, stop="ST", stream_options={"include_usage": True}
+            model=BASE,
+            prompt="x",
+            max_tokens=99,
+            stream=True,
+            stop="ST",
+            stream_options={"include_usage": True},
         )
         chunks = [chunk async for chunk in stream]
         text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
@@ -108,9 +113,7 @@ def test_completion_logprobs_and_echo(tmp_path: Path) -> None:
         plain = (await front.complete(prompt="hello w", max_tokens=2, logprobs=0)).json()["choices"][0]
         assert plain["logprobs"]["tokens"] == ["hello", " w"]
         assert plain["logprobs"]["top_logprobs"] is None
-        events = await front.events(
-            "/v1/completions", prompt="hello w", max_tokens=2, logprobs=2, echo=True
-        )
+        events = await front.events("/v1/completions", prompt="hello w", max_tokens=2, logprobs=2, echo=True)
         parts = [e["choices"][0]["logprobs"] for e in events if e["choices"][0]["logprobs"]]
         assert [t for part in parts for t in part["tokens"]] == scored["tokens"]
         assert [o for part in parts for o in part["text_offset"]] == scored["text_offset"]
@@ -152,7 +155,10 @@ def test_chat_by_the_openai_client(tmp_path: Path) -> None:
         submit = front.engine.of(Submit)[0]
         prompt = np.frombuffer(submit.prompt, "<i4").tolist()
         assert front.codec is not None
-        assert front.codec.decode(prompt, skip_special=False) == "<|start|>[system]be<|end|>[user]hi<|end|>[assistant]"
+        assert (
+            front.codec.decode(prompt, skip_special=False)
+            == "<|start|>[system]be<|end|>[user]hi<|end|>[assistant]"
+        )
         assert submit.sampling.max_tokens == MAX_LEN - len(prompt)
         await front.chat(max_completion_tokens=7)
         await front.chat(max_tokens=6)
@@ -187,7 +193,9 @@ def test_a_client_that_goes_away_withdraws_its_requests(tmp_path: Path, path: st
     async def test(front: Front) -> None:
         front.engine.hold.clear()
         body: dict[str, Any] = {"model": BASE, "n": 2, "stream": stream}
-        body |= {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+        body |= (
+            {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+        )
         raw, gone = json.dumps(body).encode(), asyncio.Event()
         first = True
 
