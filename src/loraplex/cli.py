@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -197,10 +198,10 @@ def _absolute(source: str) -> str:
     return source if "://" in source else str(Path(source).absolute())
 
 
-def main() -> None:
-    """Entry of the `loraplex` command."""
+def main(words: Sequence[str] | None = None) -> None:
+    """Entry of the `loraplex` command. words: instead of the process's own."""
     try:
-        status = app()
+        status = app(sys.argv[1:] if words is None else words)
     except LoraplexError as error:
         print(f"loraplex: {error.message} [{error.code.value}]", file=sys.stderr)
         logging.getLogger(__name__).debug("refused", exc_info=True)

@@ -138,12 +138,19 @@ class EchoEngine:
                 else:
                     out.append(Reply(message.call_id, body={"key": message.key}))
             case Inspect():
-                out.append(
-                    Reply(
-                        message.call_id,
-                        body={"adapters": [{"key": k} for k in self.adapters], "running": len(self.running)},
-                    )
-                )
+                out.append(Reply(message.call_id, body=self.figures()))
+
+    def figures(self) -> dict[str, Any]:
+        """In the form of `engine.inspect`."""
+        described = {"state": "idle", "leases": 0, "pinned": False, "removing": False}
+        adapters = [{"key": a.key, "device_pages": a.pages, **described} for a in self.adapters.values()]
+        return {
+            "pages": {"total": 64, "free": 63, "reserved": 0, "adapter": 0, "kv": 0, "page_bytes": 4096},
+            "requests": {"running": len(self.running), "waiting": 0, "live": len(self.running)},
+            "steps": {"launched": 0, "committed": 0},
+            "preemptions": 0,
+            "adapters": adapters,
+        }
 
     def submit(self, message: Submit, out: list[FromEngine]) -> None:
         """Start a request, or obey its first token."""
@@ -176,7 +183,7 @@ class EchoEngine:
 
 def build_echo(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
     """An `EchoEngine`, whose gate is the file `go` beside the model's folder."""
-    return Built(EchoEngine(mailbox, Path(config.model).parent / "go"), {**INFO, "max_model_len": 2048})
+    return Built(EchoEngine(mailbox, Path(config.model).parent / "go"), {**INFO, "max_model_len": 1 << 20})
 
 
 def build_refusing(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:

@@ -150,7 +150,11 @@ def test_when_an_engine_dies_open_requests_end_and_another_one_serves(tmp_path: 
             await supervisor.until(EngineState.READY)
             assert supervisor.pid != first
             assert supervisor.restarts == 1
-            assert restored == [{"adapters": [], "running": 0}]  # nothing sent to the dead reached the living
+            (figures,) = restored
+            assert (figures["adapters"], figures["requests"]["live"]) == (
+                [],
+                0,
+            )  # nothing sent to the dead reached the living
             tokens, ended = await read_all(client.submit([submit("a", [4, 5], max_tokens=3)]))
             assert (tokens, ended.finish_reason) == ([4, 5, 4], "length")
 

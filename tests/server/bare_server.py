@@ -1,7 +1,7 @@
 """A whole server with a bare application and an engine of the tests, as a process: `python -m tests.server.bare_server`.
 
-Arguments: a JSON object of `ServeConfig` fields, the builder's name, a folder to work in. The application knows two
-paths: `/ready`, and `/ask?TOKENS&ADAPTER`, which answers with the tokens and how the request ended.
+Arguments: a JSON object of `ServeConfig` fields, the builder's name, a folder to work in, and `real` for the shipping
+application in place of the bare one. The bare application knows two paths: `/ready`, and `/ask?TOKENS&ADAPTER`, which answers with the tokens and how the request ended.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from loraplex.core.messages import Submit, Tokens
 from loraplex.runtime.model_folder import resolve_model
 from loraplex.runtime.workdir import private_folder
 from loraplex.server.announce import Announcer
+from loraplex.server.app import create_app as real_app
 from loraplex.server.listen import AsgiApp
 from loraplex.server.logs import configure_logging
 from loraplex.server.run import serve
@@ -81,7 +82,8 @@ def main() -> int:
     folder, base_name = resolve_model(config)
     with private_folder(work) as images:
         announcer = Announcer(config)
-        return asyncio.run(serve(config, folder, base_name, images, create_app, announcer, builder))
+        application = real_app if sys.argv[4:] == ["real"] else create_app
+        return asyncio.run(serve(config, folder, base_name, images, application, announcer, builder))
 
 
 if __name__ == "__main__":
