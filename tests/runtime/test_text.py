@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.runtime.tiny_text import TEMPLATE, byte_codec, byte_tokenizer, metaspace_tokenizer, write_folder
 
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.runtime.text import MAX_HELD_TOKENS, Detokenizer, TextCodec, load_tokenizer
-from tests.runtime.tiny_text import TEMPLATE, byte_codec, byte_tokenizer, metaspace_tokenizer, write_folder
 
 BYTE = TextCodec(byte_tokenizer(), {1, 2}, "<|start|>", None)
 META = TextCodec(metaspace_tokenizer(), {2}, "<s>", None)

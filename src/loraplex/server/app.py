@@ -121,7 +121,7 @@ async def _exchange(site: Site, exchange: Exchange) -> None:
         exchange.facts["outcome"] = "aborted"
     except LoraplexError as caught:
         error = caught
-    except Exception as caught:
+    except Exception as caught:  # noqa: BLE001 - the last line of defence; it is logged and typed
         _log.exception("a request failed unexpectedly", extra=fields(request_id=exchange.request_id))
         error = InternalFault(
             ErrorCode.INTERNAL, f"the server failed on this request ({type(caught).__name__}); see its log"

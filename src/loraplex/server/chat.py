@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import UNSET
 
+from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import TokenLogprobs
 from loraplex.core.request import SamplingParams
@@ -58,6 +59,12 @@ def _check(request: ChatRequest) -> None:
         raise CallerError(
             ErrorCode.INVALID_REQUEST, "top_logprobs needs logprobs to be true", param="top_logprobs"
         )
+    if request.top_logprobs is not None and not 0 <= request.top_logprobs <= limits.MAX_LOGPROBS:
+        raise CallerError(
+            ErrorCode.INVALID_SAMPLING,
+            f"top_logprobs must be from 0 to {limits.MAX_LOGPROBS}, got {request.top_logprobs}",
+            param="top_logprobs",
+        )
     if None not in (request.max_tokens, request.max_completion_tokens) and (
         request.max_tokens != request.max_completion_tokens
     ):
@@ -88,7 +95,8 @@ def _parameters(call: Call, request: ChatRequest, prompt_tokens: int) -> Samplin
         check_context(call.service, prompt_tokens, 1, "messages")
         given = call.service.engine_info["max_model_len"] - prompt_tokens
     params = sampling_params(request, given, (request.top_logprobs or 0) if request.logprobs else None)
-    check_context(call.service, prompt_tokens, params.max_tokens, "max_tokens")
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    check_context(call.service, prompt_tokens, params.max_tokens, name)
     return params
 
 

@@ -166,8 +166,8 @@ class _Answer:
 
     def _chunk(self, piece: Piece) -> bytes:
         choice = self._choice(piece)
-        news = choice.text or choice.finish_reason or choice.logprobs is not None or choice.token_ids
-        if not news or news is UNSET:
+        news = choice.text or choice.finish_reason or choice.logprobs is not None
+        if not news and not (self._with_ids and choice.token_ids):
             return b""
         return event(Completion(**self._body([choice]), usage=None if self._wants_usage else UNSET))
 

@@ -9,7 +9,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from loraplex.core.errors import LoraplexError
@@ -68,11 +67,10 @@ async def until_disconnect(call: Call, work: Awaitable[None]) -> None:
     gone = asyncio.ensure_future(call.exchange.disconnected())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        if task.done():
+            await task  # raises what it raised
+        else:
             call.exchange.facts["outcome"] = "aborted"
-            task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
     finally:
         for pending in (task, gone):
             pending.cancel()
