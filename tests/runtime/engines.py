@@ -43,6 +43,7 @@ DIE = 990
 RAISE = 991
 MUTE = 992
 PAUSED = 993
+HANG = 994
 NEVER = "tests.runtime.engines:build_never"
 REFUSING = "tests.runtime.engines:build_refusing"
 STEP_S = 0.0002
@@ -92,7 +93,7 @@ class EchoEngine:
     """Answers a request with its prompt, again and again, until max_tokens or a stop token.
 
     A prompt that begins with DIE kills the process, RAISE breaks the step, MUTE never gets an answer, PAUSED gets it once the
-    file `gate` exists. Adapters shift each token by their number of pages.
+    file `gate` exists, HANG stops the engine until then. Adapters shift each token by their number of pages.
     """
 
     mailbox: Mailbox
@@ -157,6 +158,8 @@ class EchoEngine:
         prompt = np.frombuffer(message.prompt, dtype="<i4").tolist()
         if prompt[:1] == [DIE]:
             os._exit(9)
+        while prompt[:1] == [HANG] and not self.gate.exists():
+            _DEVICE.wait(STEP_S)
         if prompt[:1] == [RAISE]:
             raise RuntimeError("told to")
         if message.adapter is not None and message.adapter not in self.adapters:

@@ -22,7 +22,7 @@ from loraplex.config import EngineConfig
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
 from loraplex.core.messages import Ended, Inspect, Submit, Tokens
 from loraplex.runtime.client import EngineClient, RequestGroup
-from loraplex.runtime.supervisor import EngineState, EngineSupervisor
+from loraplex.runtime.supervisor import EngineState, EngineSupervisor, Patience
 from loraplex.sim.device import expected_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ async def served(
     folder: Path, builder: str = engines.ECHO, **options: Any
 ) -> AsyncIterator[tuple[EngineSupervisor, EngineClient]]:
     client = EngineClient()
-    config = EngineConfig(model="m", images_dir=str(folder))
+    config = EngineConfig(model=str(folder), images_dir=str(folder))
     supervisor = EngineSupervisor(
         config, client, builder=builder, log_level="critical", pause=lambda failures: 0.0, **options
     )
@@ -178,6 +178,34 @@ def test_an_engine_that_dies_while_it_gets_its_adapters_back_is_replaced_too(tmp
             await supervisor.until(EngineState.READY)
             assert len(set(attempts)) == 3
             assert supervisor.pid == attempts[-1]
+
+    run(test)
+
+
+def test_an_engine_that_does_not_answer_is_not_ready_until_it_does(tmp_path: Path) -> None:
+    async def test() -> None:
+        patience = Patience(ask_every_s=0.001, stalled_after_s=0.05, given_up_after_s=3600)
+        async with served(tmp_path / "m", patience=patience) as (supervisor, client):
+            group = client.submit([submit("a", [engines.HANG, 1], max_tokens=2)])
+            await supervisor.until(EngineState.STALLED)
+            assert not supervisor.ready
+            (tmp_path / "go").touch()
+            await supervisor.until(EngineState.READY)
+            assert (await read_all(group))[0] == [engines.HANG, 1]
+            assert supervisor.restarts == 0
+
+    run(test)
+
+
+def test_an_engine_that_never_answers_again_is_replaced(tmp_path: Path) -> None:
+    async def test() -> None:
+        patience = Patience(ask_every_s=0.001, stalled_after_s=0.5, given_up_after_s=0.05)
+        async with served(tmp_path / "m", patience=patience) as (supervisor, client):
+            first = supervisor.pid
+            group = client.submit([submit("a", [engines.HANG, 1])])
+            assert (await read_all(group))[1].code == "engine_died"
+            await supervisor.until(EngineState.READY)
+            assert supervisor.pid != first
 
     run(test)
 

@@ -2,7 +2,8 @@
 
 Owns the life of the engine's process and the private folder of its socket. While there is no ready engine, requests are
 refused as `engine_unavailable`; when one dies, open requests end as `engine_died` at once. A restarted engine is
-`ready` only after `restore` has given it back what it knew.
+`ready` only after `restore` has given it back what it knew. One that lives but does not answer is `stalled`: not ready,
+and ended if it stays so.
 
 Never decides what an engine is made of. Specification: DESIGN 4 "Processes".
 """
@@ -16,12 +17,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CapacityError, ErrorCode, InternalFault, LoraplexError, Root, error_for
+from loraplex.core.messages import Inspect
 from loraplex.runtime.child import Child, ChildGone, describe_exit
 from loraplex.runtime.client import EngineClient
 from loraplex.runtime.engine_process import (
@@ -40,11 +43,24 @@ STEADY_S: Final = 60.0
 """An engine that lived this long was well: its death is not one in a row."""
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How often the engine is asked whether it lives, how long it may take, and when it is given up. Seconds.
+
+    A step is never this long: the longest is one chunk of prefill. Nothing compiles once an engine is ready.
+    """
+
+    ask_every_s: float = 5.0
+    stalled_after_s: float = 30.0
+    given_up_after_s: float = 300.0
+
+
 class EngineState(StrEnum):
     """Where the engine is in its life."""
 
     STARTING = "starting"
     READY = "ready"
+    STALLED = "stalled"
     RESTARTING = "restarting"
     STOPPED = "stopped"
 
@@ -70,6 +86,7 @@ class EngineSupervisor:
         log_level: str = "warning",
         restore: Callable[[], Awaitable[object]] = _nothing,
         pause: Callable[[int], float] = pause_s,
+        patience: Patience = Patience(),
     ) -> None:
         """restore: run with a connected client before a restarted engine counts as ready. pause: by failures in a row."""
         self.state = EngineState.STOPPED
@@ -81,6 +98,7 @@ class EngineSupervisor:
         self._builder = builder
         self._log_level = log_level
         self._pause = pause
+        self._patience = patience
         self._child: Child | None = None
         self._folder: Path | None = None
         self._incarnation = 0
@@ -176,7 +194,7 @@ class EngineSupervisor:
         failures = 0
         while True:
             began = time.monotonic()
-            why = await self._death(child)
+            why = await self._death_watched(child)
             failures = 1 if time.monotonic() - began > STEADY_S else failures + 1
             self._bury(why)
             while True:
@@ -206,6 +224,40 @@ class EngineSupervisor:
             for task in (restore, death):
                 task.cancel()
             await asyncio.gather(restore, death, return_exceptions=True)
+
+    async def _death_watched(self, child: Child) -> str:
+        """Wait until `child` is dead, by itself or because it no longer answers; why."""
+        asking = asyncio.ensure_future(self._keep_asking(child))
+        try:
+            return await self._death(child)
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    async def _keep_asking(self, child: Child) -> None:
+        """Ask the engine for its figures now and then; end it when it answers nothing for too long."""
+        patience = self._patience
+        while True:
+            await asyncio.sleep(patience.ask_every_s)
+            if await self._answers(patience.stalled_after_s):
+                continue
+            _log.error("the engine has not answered for %g s", patience.stalled_after_s)
+            self._move(EngineState.STALLED)
+            if not await self._answers(patience.given_up_after_s):
+                _log.error(
+                    "the engine has not answered for %g s more; it is ended", patience.given_up_after_s
+                )
+                child.kill()
+                return
+            _log.warning("the engine answers again")
+            self._move(EngineState.READY)
+
+    async def _answers(self, within_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self._client.call(Inspect(0)), within_s)
+        except TimeoutError:
+            return False
+        return True
 
     async def _death(self, child: Child) -> str:
         """Wait until `child` is dead; why, as far as it said."""
