@@ -32,11 +32,18 @@ class Engine:
         self.refuse: dict[str, LoraplexError] = {}
         self.answer = asyncio.Event()
         self.answer.set()
+        self._called = asyncio.Event()
+
+    async def until(self, count: int) -> None:
+        while len(self.sent) < count:
+            self._called.clear()
+            await self._called.wait()
 
     async def call(self, message: Any) -> dict[str, Any]:
         kind = {RegisterAdapter: "+", RemoveAdapter: "-"}.get(type(message), "?")
         key = getattr(message, "key", "")
         self.sent.append((kind, key))
+        self._called.set()
         await self.answer.wait()
         if key in self.refuse:
             raise self.refuse[key]
@@ -130,11 +137,9 @@ def test_registration_after_removal_is_sent_after_it() -> None:
         await service.add("a", "x")
         engine.answer.clear()
         await service.remove("a")
-        while len(engine.sent) < 2:
-            await asyncio.sleep(0)
+        await engine.until(2)
         adding = asyncio.ensure_future(service.add("a", "x"))
-        while len(engine.sent) < 3:
-            await asyncio.sleep(0)
+        await engine.until(3)
         engine.answer.set()
         assert (await adding).revision == 2
         assert [kind for kind, _ in engine.sent] == ["+", "-", "+"]
