@@ -149,7 +149,7 @@ def list_adapters(*, url: Url = DEFAULT_URL, api_key: Key = None, as_json: AsJso
     )
     for item in adapters:
         ranks = "/".join(map(str, item["ranks"])) or "-"
-        size = f"{item['tier_bytes']['device'] / (1 << 20):.1f} MiB"
+        size = f"{item['tier_bytes']['device'] / 1024:,.0f} KiB"
         row = (item["alias"], item["revision"], item["method"], ranks, item["state"], item["leases"], size)
         table.add_row(*map(str, row), item["semantic_digest"][:12])
     Console(highlight=False).print(table if adapters else "no adapters")
