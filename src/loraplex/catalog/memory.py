@@ -105,7 +105,9 @@ class AdapterCatalog:
         check_alias(alias)
         if alias in self._reserved:
             raise CallerError(
-                ErrorCode.ADAPTER_EXISTS, f"{alias!r} is the base model's name; choose another alias", param="alias"
+                ErrorCode.ADAPTER_EXISTS,
+                f"{alias!r} is the base model's name; choose another alias",
+                param="alias",
             )
         if alias in self._current:
             raise CallerError(
@@ -145,7 +147,9 @@ class AdapterCatalog:
         """Current revision of `alias`; `adapter_not_found` otherwise."""
         revision = self._current.get(alias)
         if revision is None:
-            raise CallerError(ErrorCode.ADAPTER_NOT_FOUND, f"adapter {alias!r} is not registered", param="alias")
+            raise CallerError(
+                ErrorCode.ADAPTER_NOT_FOUND, f"adapter {alias!r} is not registered", param="alias"
+            )
         return revision
 
     def resolve(self, name: str) -> Revision:
@@ -154,7 +158,9 @@ class AdapterCatalog:
         revision = self._current.get(alias)
         if revision is None or (at and number != str(revision.revision)):
             known = f"; its current revision is {revision.revision}" if revision is not None else ""
-            raise CallerError(ErrorCode.MODEL_NOT_FOUND, f"model {name!r} does not exist{known}", param="model")
+            raise CallerError(
+                ErrorCode.MODEL_NOT_FOUND, f"model {name!r} does not exist{known}", param="model"
+            )
         return revision
 
     def shares(self, key: str) -> bool:

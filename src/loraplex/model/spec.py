@@ -17,7 +17,7 @@ from typing import Any, Final
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ids import LAYER_MODULES, Module
 from loraplex.core.layout import KvShape
-from loraplex.ops.interface import ModuleDims
+from loraplex.ops.dims import ModuleDims
 
 
 class Family(StrEnum):

@@ -34,7 +34,9 @@ class LocalMailbox:
     def receive(self, wait: bool) -> Sequence[ToEngine]:
         """Everything posted. Never waits: nobody could post while this thread waits."""
         if wait and not self._inbox:
-            raise InternalFault(ErrorCode.INTERNAL, "an engine in its caller's thread cannot wait for messages")
+            raise InternalFault(
+                ErrorCode.INTERNAL, "an engine in its caller's thread cannot wait for messages"
+            )
         messages = list(self._inbox)
         self._inbox.clear()
         return messages
