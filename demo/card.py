@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from demo import reference
 from demo.cases import Case, Recipe, Task, read_heldout
 from demo.checkers import is_inside, is_right
+
+
+CELL_CHARACTERS: Final = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,4 +120,5 @@ System message (may be left out): {json.dumps(task.instruction, ensure_ascii=Fal
 
 
 def _cell(text: str) -> str:
+    text = text if len(text) <= CELL_CHARACTERS else text[: CELL_CHARACTERS - 4] + ' ..."'
     return f"`{text.replace('|', chr(92) + '|').replace('`', chr(39))}`"
