@@ -13,7 +13,6 @@ from demo import reference
 from demo.cases import Case, Recipe, Task, read_heldout
 from demo.checkers import is_inside, is_right
 
-
 CELL_CHARACTERS: Final = 120
 
 
@@ -54,8 +53,15 @@ def measure(folder: Path, model_folder: Path) -> Result:
         adapter=count(cases, adapted),
         adapter_bare=count(bare, adapted_bare),
         adapter_bfloat16=count(cases, half),
-        example=(cases[0].messages[-1]["content"], plain[0], adapted[0]),
+        example=_example(cases, plain, adapted),
     )
+
+
+def _example(cases: Sequence[Case], plain: Sequence[str], adapted: Sequence[str]) -> tuple[str, str, str]:
+    """(prompt, base's answer, adapter's answer) of the first case that the adapter gets right."""
+    triples = zip(cases, plain, adapted, strict=True)
+    case, base, answer = next(t for t in triples if is_right(t[0].checker, t[2], t[0].expected))
+    return case.messages[-1]["content"], base, answer
 
 
 def _share(right: int, of: int) -> str:

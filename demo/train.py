@@ -90,14 +90,14 @@ def train(task: Task, base: Any, tokenizer: Any) -> Any:
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, recipe.learning_rate, total_steps=recipe.steps, pct_start=0.15
     )
-    causal = model.get_base_model()
+    causal: Any = model.get_base_model()
     started = time.monotonic()
     for step, batch in enumerate(islice(batches(task, tokenizer), recipe.steps), start=1):
         labels = batch.pop("labels")[:, 1:]
         hidden = causal.model(**batch).last_hidden_state[:, :-1]
         # Logits of the answer's positions only: the vocabulary is a fifth of this model.
         scored = labels != IGNORED
-        loss = torch.nn.functional.cross_entropy(causal.lm_head(hidden[scored]).float(), labels[scored])
+        loss: Any = torch.nn.functional.cross_entropy(causal.lm_head(hidden[scored]).float(), labels[scored])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
