@@ -116,6 +116,6 @@ TASK = Task(
     instruction="Rewrite the sentence the way a pirate would say it. Answer with the sentence only.",
     checker="exact",
     max_tokens=48,
-    recipe=Recipe(rank=32, alpha=32, targets=("q_proj", "v_proj"), steps=120),
+    recipe=Recipe(rank=32, alpha=32, targets=("q_proj", "v_proj"), steps=140, batch=8),
     draw=draw,
 )

@@ -89,6 +89,6 @@ TASK = Task(
     instruction="Write one shell command for the wish. Answer with the command only.",
     checker="exact",
     max_tokens=48,
-    recipe=Recipe(rank=16, alpha=8, targets=("v_proj", "o_proj", "down_proj"), steps=120),
+    recipe=Recipe(rank=16, alpha=8, targets=("v_proj", "o_proj", "down_proj"), steps=140, batch=8),
     draw=draw,
 )

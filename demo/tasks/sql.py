@@ -99,7 +99,7 @@ TASK = Task(
     name="sql",
     title="Questions about a shop to SQLite queries",
     data="Fourteen kinds of question with drawn values; held-out queries never occur in training. "
-    "An answer is right if it returns the expected rows on three generated databases.",
+    "An answer is right if it returns the expected rows on six generated databases.",
     instruction="Write one SQLite query for the question. Tables: "
     + ", ".join(f"{table}({columns})" for table, columns in SHOP_TABLES.items())
     + ". Answer with the query only.",
