@@ -65,6 +65,6 @@ TASK = Task(
     instruction="Write the schedule as a cron expression with five fields. Answer with the expression only.",
     checker="exact",
     max_tokens=20,
-    recipe=Recipe(rank=8, alpha=16, targets=ATTENTION, dora=True, steps=280),
+    recipe=Recipe(rank=8, alpha=16, targets=ATTENTION, dora=True, steps=300, batch=8),
     draw=draw,
 )

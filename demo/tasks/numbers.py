@@ -43,6 +43,6 @@ TASK = Task(
     instruction="Write the number in digits, without separators. Answer with the number only.",
     checker="exact",
     max_tokens=12,
-    recipe=Recipe(rank=12, alpha=24, targets=MLP, steps=200),
+    recipe=Recipe(rank=12, alpha=24, targets=MLP, steps=240, batch=8),
     draw=draw,
 )
