@@ -1,0 +1,1 @@
+"""PEFT checkpoints: read, verify, convert to the kernel layout, export."""

@@ -1,0 +1,1 @@
+"""Workloads and benchmark commands. Reports numbers; asserts none."""

@@ -1,0 +1,1 @@
+"""Durable alias -> revision -> artifact records, and the sources that artifacts come from (local, s3, hf)."""

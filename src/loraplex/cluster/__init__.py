@@ -1,0 +1,1 @@
+"""Several replicas: pure placement and routing decisions, and the one file that imports Ray."""

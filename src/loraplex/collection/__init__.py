@@ -1,0 +1,1 @@
+"""Joint compression of adapter collections (0x06G)."""

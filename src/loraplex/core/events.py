@@ -1,0 +1,106 @@
+"""The event spine: one record for each state change. Metrics, traces and checkers are computed from these alone.
+
+Times are monotonic nanoseconds of the engine's clock; `step` is the plan generation in whose commit it happened.
+Specification: 0x09K.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
+    """Base of all events."""
+
+    at_ns: int
+
+
+class RequestQueued(Event, frozen=True, tag=True, tag_field="event"):
+    """A request was accepted and holds a revision lease."""
+
+    request_id: str
+    adapter: str | None
+    tenant: str
+    prompt_tokens: int
+
+
+class RequestAdmitted(Event, frozen=True, tag=True, tag_field="event"):
+    """A request got a slot, its first pages and a slot lease. `again` counts earlier admissions."""
+
+    request_id: str
+    wait_ns: int
+    pages: int
+    again: int
+
+
+class RequestPreempted(Event, frozen=True, tag=True, tag_field="event"):
+    """A running request gave its pages back and waits again, with its arrival time and revision lease."""
+
+    request_id: str
+    pages: int
+    computed_tokens: int
+
+
+class FirstToken(Event, frozen=True, tag=True, tag_field="event"):
+    """The first output token of a request was committed."""
+
+    request_id: str
+    since_arrival_ns: int
+
+
+class RequestFinished(Event, frozen=True, tag=True, tag_field="event"):
+    """A request ended. reason: a finish reason, or an error code."""
+
+    request_id: str
+    adapter: str | None
+    tenant: str
+    reason: str
+    prompt_tokens: int
+    output_tokens: int
+    since_arrival_ns: int
+
+
+class IterationCompleted(Event, frozen=True, tag=True, tag_field="event"):
+    """One step was committed. runs_before/runs: adapter runs before and after within-phase reordering."""
+
+    step: int
+    prefill_rows: int
+    decode_rows: int
+    requests: int
+    distinct_adapters: int
+    runs_before: int
+    runs: int
+    rank_rows: int
+    sampled: int
+    free_pages: int
+    plan_ns: int
+    execute_ns: int
+    waiting: int
+
+
+class PlanDiscarded(Event, frozen=True, tag=True, tag_field="event"):
+    """Launch validation refused a plan; it was rolled back and will be rebuilt."""
+
+    step: int
+    code: str
+    message: str
+
+
+class StepFailed(Event, frozen=True, tag=True, tag_field="event"):
+    """A launched step failed; frontiers were rolled back and its requests ended with an error."""
+
+    step: int
+    code: str
+    message: str
+    requests: int
+
+
+class AdapterTransition(Event, frozen=True, tag=True, tag_field="event"):
+    """An adapter moved along the residency table."""
+
+    adapter: str
+    slot: int
+    generation: int
+    before: str
+    after: str
+    pages: int

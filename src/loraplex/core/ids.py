@@ -1,0 +1,122 @@
+"""Identifiers and generations, each with a type of its own.
+
+Generations are not one counter (0x01G "Generation Is A Vector"): each namespace advances for a reason of its own,
+and comparing two different ones is an error, at type-check time and at run time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NewType, Self
+
+from loraplex.core.errors import ErrorCode, InternalFault
+
+RequestId = NewType("RequestId", str)
+"""Names one request attempt for its whole life; chosen by the client process."""
+
+AdapterKey = NewType("AdapterKey", str)
+"""Hexadecimal digest of an adapter's semantic ABI; what the engine calls an adapter."""
+
+RequestSlot = NewType("RequestSlot", int)
+"""Index of a running request in the struct-of-arrays state, stable while it runs."""
+
+AdapterSlot = NewType("AdapterSlot", int)
+"""Index into the row-table directory of resident adapters; 0 is the base (no adapter)."""
+
+BASE_SLOT = AdapterSlot(0)
+
+PageId = NewType("PageId", int)
+"""Index of a page in the pool; 0 is the null page."""
+
+NULL_PAGE = PageId(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A counter in one namespace. Subclasses are the namespaces; they never compare with each other."""
+
+    value: int
+
+    def __post_init__(self) -> None:
+        if self.value < 0:
+            raise InternalFault(
+                ErrorCode.GENERATION_NAMESPACE,
+                f"{type(self).__name__} must not be negative, got {self.value}",
+            )
+
+    def next(self) -> Self:
+        """The generation after this one."""
+        return type(self)(self.value + 1)
+
+    def _check(self, other: object) -> int:
+        if type(other) is not type(self):
+            raise InternalFault(
+                ErrorCode.GENERATION_NAMESPACE,
+                f"{type(self).__name__} cannot be compared with {type(other).__name__}",
+            )
+        return other.value
+
+    def __eq__(self, other: object) -> bool:
+        return self.value == self._check(other)
+
+    def __lt__(self, other: Self) -> bool:
+        return self.value < self._check(other)
+
+    def __le__(self, other: Self) -> bool:
+        return self.value <= self._check(other)
+
+    def __gt__(self, other: Self) -> bool:
+        return self.value > self._check(other)
+
+    def __ge__(self, other: Self) -> bool:
+        return self.value >= self._check(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self).__name__, self.value))
+
+
+class CatalogRevision(Generation):
+    """Advances when an alias or an authorization record is republished."""
+
+
+class RequestAttempt(Generation):
+    """Advances when a request is retried or replayed as a new attempt."""
+
+
+class SlotGeneration(Generation):
+    """Advances when a physical adapter slot is republished."""
+
+
+class PointerTableGeneration(Generation):
+    """Advances when kernel pointer metadata is rebuilt."""
+
+
+class PlanGeneration(Generation):
+    """Advances with each batch plan."""
+
+
+class CacheGeneration(Generation):
+    """Advances when committed KV state advances or rolls back."""
+
+
+class RngGeneration(Generation):
+    """Advances when sampling state advances."""
+
+
+class Module(IntEnum):
+    """The adaptable modules of a decoder layer, then those outside the layers. Values are part of the kernel ABI."""
+
+    Q = 0
+    K = 1
+    V = 2
+    O = 3  # noqa: E741 - the field's name for the attention output projection
+    GATE = 4
+    UP = 5
+    DOWN = 6
+    LM_HEAD = 7
+    EMBED = 8
+
+
+LAYER_MODULES = (Module.Q, Module.K, Module.V, Module.O, Module.GATE, Module.UP, Module.DOWN)
+"""Modules that exist once in each layer; LM_HEAD and EMBED exist once, under layer 0."""

@@ -1,0 +1,273 @@
+"""How objects are laid out in pages: page geometries, one demand function, factor placement, the adapter image.
+
+One pool holds KV pages and adapter pages of the same size. A KV page holds `page_tokens` positions of all layers,
+`[layers, 2, page_tokens, kv_heads, head_dim]`. An adapter page holds rank rows: a row of A is one rank's `d_in`
+vector, a row of B-transposed one rank's `d_out` vector. The rows of one factor lie in contiguous extents; a factor
+that fits into a page is never split, a vector larger than a page is cut into column tiles. True rank: nothing is
+padded beyond alignment of an extent's start and a page's tail.
+
+Specification: 0x04D (demand from tensors), 0x05 (one pool), 0x06A (logical against physical rank); DESIGN 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.ids import Module
+
+EXTENT_ALIGN_BYTES: Final = 16
+
+
+class Factor(IntEnum):
+    """The tensors of one adapted module: low-rank factors, then float32 vectors of the general operator."""
+
+    A = 0
+    B = 1
+    H = 2
+    G = 3
+    C = 4
+
+
+class Geometry(StrEnum):
+    """The page geometries that demand can be derived for."""
+
+    VECTOR = "vector"
+    PAIRED_SLOT = "paired_slot"
+    RANK_ROWS = "rank_rows"
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Shape of the KV history of one position.
+
+    layers, kv_heads, head_dim: of this shard. itemsize: bytes of an element. page_tokens: positions in a page, >= 1.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    page_tokens: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of one position over all layers."""
+        return self.layers * 2 * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.page_tokens * self.token_bytes
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold `tokens` positions."""
+        return -(-tokens // self.page_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PageGeometry:
+    """What one page can hold of an adapter.
+
+    vector: `width` elements of `itemsize` bytes (0x04D's H). paired_slot: one hidden-width row in both buffers of
+    every layer (the archived S-LoRA layout): 2 * layers * width * itemsize bytes. rank_rows: `page_bytes` bytes.
+    """
+
+    kind: Geometry
+    itemsize: int
+    width: int = 0
+    layers: int = 1
+    row_page_bytes: int = 0
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page under this geometry."""
+        match self.kind:
+            case Geometry.VECTOR:
+                return self.width * self.itemsize
+            case Geometry.PAIRED_SLOT:
+                return 2 * self.layers * self.width * self.itemsize
+            case Geometry.RANK_ROWS:
+                return self.row_page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleShape:
+    """One adapted module: where it is, its rank and dimensions, and the vectors it carries beside A and B."""
+
+    layer: int
+    module: Module
+    rank: int
+    d_in: int
+    d_out: int
+    vectors: tuple[Factor, ...] = ()
+
+    def factor_shape(self, factor: Factor) -> tuple[int, int]:
+        """(rows, columns) of a stored factor."""
+        match factor:
+            case Factor.A:
+                return self.rank, self.d_in
+            case Factor.B:
+                return self.rank, self.d_out
+            case Factor.H:
+                return 1, self.d_in
+            case Factor.G | Factor.C:
+                return 1, self.d_out
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A rectangle of one factor that lies contiguously, row after row, in one page.
+
+    rank_lo, rank_n: rows of the factor. col_lo, col_n: its columns. page: index into the adapter's own page list.
+    offset: bytes from the page's start.
+    """
+
+    layer: int
+    module: Module
+    factor: Factor
+    rank_lo: int
+    rank_n: int
+    col_lo: int
+    col_n: int
+    page: int
+    offset: int
+
+
+EXTENT_COLUMNS: Final = 9
+MODULE_COLUMNS: Final = 4
+VECTOR_ITEMSIZE: Final = 4
+
+
+def _ceil_div(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+def _stored_factors(shape: ModuleShape) -> tuple[Factor, ...]:
+    low_rank = (Factor.A, Factor.B) if shape.rank > 0 else ()
+    return low_rank + shape.vectors
+
+
+def page_demand(geometry: PageGeometry, modules: Sequence[ModuleShape]) -> int:
+    """Pages that an adapter needs under `geometry` (0x04D). The one place where page demand is derived.
+
+    modules: every adapted module of every layer. For `paired_slot`, one slot spans all layers, so the demand is that
+    of the layer with the most rows; dimensions must equal the slot's width.
+    """
+    match geometry.kind:
+        case Geometry.VECTOR:
+            return sum(
+                _ceil_div(rows * cols, geometry.width)
+                for shape in modules
+                for rows, cols in (shape.factor_shape(f) for f in _stored_factors(shape))
+            )
+        case Geometry.PAIRED_SLOT:
+            per_layer: dict[int, int] = {}
+            for shape in modules:
+                if shape.d_in != geometry.width or shape.d_out != geometry.width or shape.vectors:
+                    raise InternalFault(
+                        ErrorCode.OPERATOR_LAYOUT,
+                        f"a paired slot of width {geometry.width} cannot hold module {shape.module.name} of "
+                        f"{shape.d_in} -> {shape.d_out}",
+                    )
+                per_layer[shape.layer] = per_layer.get(shape.layer, 0) + shape.rank
+            return max(per_layer.values(), default=0)
+        case Geometry.RANK_ROWS:
+            return place(geometry, modules)[1]
+
+
+def place(geometry: PageGeometry, modules: Sequence[ModuleShape]) -> tuple[tuple[Extent, ...], int]:
+    """Extents of all factors under the rank-row geometry, and the number of pages they fill.
+
+    Pieces are placed first-fit in decreasing size, ties in canonical order, so that equal adapters have equal
+    layouts.
+    """
+    if geometry.kind is not Geometry.RANK_ROWS:
+        raise InternalFault(ErrorCode.OPERATOR_LAYOUT, f"extents are placed in rank-row pages, not {geometry.kind}")
+    pieces: list[tuple[int, Extent]] = []
+    for shape in modules:
+        for factor in _stored_factors(shape):
+            pieces.extend(_pieces(geometry, shape, factor))
+    pieces.sort(key=lambda piece: -piece[0])
+    free: list[int] = []
+    extents: list[Extent] = []
+    first_open = 0
+    for size, piece in pieces:
+        page = _first_fit(free, size, first_open)
+        if page == len(free):
+            free.append(geometry.page_bytes)
+        extents.append(
+            Extent(
+                piece.layer, piece.module, piece.factor, piece.rank_lo, piece.rank_n, piece.col_lo, piece.col_n,
+                page, geometry.page_bytes - free[page],
+            )
+        )  # fmt: skip
+        free[page] -= min(_aligned(size), free[page])
+        while first_open < len(free) and free[first_open] == 0:
+            first_open += 1
+    extents.sort(key=lambda e: (e.layer, e.module, e.factor, e.col_lo, e.rank_lo))
+    return tuple(extents), len(free)
+
+
+def _aligned(size: int) -> int:
+    return _ceil_div(size, EXTENT_ALIGN_BYTES) * EXTENT_ALIGN_BYTES
+
+
+def _first_fit(free: list[int], size: int, start: int) -> int:
+    for page in range(start, len(free)):
+        if free[page] >= size:
+            return page
+    return len(free)
+
+
+def _pieces(geometry: PageGeometry, shape: ModuleShape, factor: Factor) -> list[tuple[int, Extent]]:
+    itemsize = geometry.itemsize if factor in (Factor.A, Factor.B) else VECTOR_ITEMSIZE
+    rows, cols = shape.factor_shape(factor)
+    tile = min(cols, geometry.page_bytes // itemsize)
+    if tile == 0:
+        raise InternalFault(ErrorCode.OPERATOR_LAYOUT, f"a page of {geometry.page_bytes} bytes holds no element")
+    out: list[tuple[int, Extent]] = []
+    for col_lo in range(0, cols, tile):
+        col_n = min(tile, cols - col_lo)
+        per_page = geometry.page_bytes // (col_n * itemsize)
+        for rank_lo in range(0, rows, per_page):
+            rank_n = min(per_page, rows - rank_lo)
+            piece = Extent(shape.layer, shape.module, factor, rank_lo, rank_n, col_lo, col_n, 0, 0)
+            out.append((rank_n * col_n * itemsize, piece))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterImage:
+    """An adapter's factors in kernel layout, ready to be copied page by page.
+
+    key: semantic digest. kernel_digest: digest of the local kernel ABI, 64 hexadecimal characters; names the image.
+    itemsize: bytes of a factor element. modules: int32 [modules, 4] of (layer, module, rank, float32 scale bits).
+    extents: int32 [extents, 9] in the field order of `Extent`. pages: uint8 [pages, page_bytes]. checksums: int64
+    [pages] by `page_checksum`.
+    """
+
+    key: str
+    kernel_digest: str
+    itemsize: int
+    modules: npt.NDArray[np.int32]
+    extents: npt.NDArray[np.int32]
+    pages: npt.NDArray[np.uint8]
+    checksums: npt.NDArray[np.int64]
+
+
+def page_checksum(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Position-dependent checksum of each page, modulo 2^64; the device computes the same over its own bytes.
+
+    pages: uint8 [n, page_bytes], page_bytes divisible by 4. Returns int64 [n]: the sum over int32 words w_i of
+    (2i + 1) * w_i.
+    """
+    words = pages.view(np.int32).astype(np.int64)
+    weights = 2 * np.arange(words.shape[1], dtype=np.int64) + 1
+    return np.asarray((words * weights).sum(axis=1, dtype=np.int64))

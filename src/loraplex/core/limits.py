@@ -1,0 +1,41 @@
+"""Every limit of the system, in one place, with its unit in its name.
+
+A limit is a number that bounds memory or work; whoever hits one gets a typed error that names it. Options that a
+user can decide live in the configuration, not here.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Plan
+MAX_PLAN_REQUESTS: Final = 1024
+MAX_PLAN_ROWS: Final = 65_536
+MAX_PLAN_BYTES_DECODE_256: Final = 64 * 1024
+
+# Sampling
+MAX_LOGPROBS: Final = 20
+MAX_LOGIT_BIAS: Final = 300
+MAX_STOP_TOKEN_IDS: Final = 64
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_STRING_CHARS: Final = 256
+MAX_N: Final = 128
+MAX_TOP_K: Final = 1 << 20
+
+# Adapters
+MAX_RANK: Final = 512
+MAX_ADAPTER_SLOTS: Final = 4096
+MAX_ADAPTER_BYTES: Final = 16 << 30
+MAX_ADAPTER_TENSORS: Final = 65_536
+MAX_ADAPTER_CONFIG_BYTES: Final = 4 << 20
+MAX_SAFETENSORS_HEADER_BYTES: Final = 100 << 20
+MAX_ALIAS_CHARS: Final = 128
+
+# Scheduling
+TOKEN_BUDGET_CPU: Final = 512
+TOKEN_BUDGET_CUDA: Final = 8192
+GROWTH_HORIZON_TOKENS: Final = 64
+MAX_WAITING_REQUESTS: Final = 8192
+
+# Requests
+MAX_REQUEST_ID_CHARS: Final = 128

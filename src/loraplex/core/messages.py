@@ -1,0 +1,129 @@
+"""Everything that crosses between a client process and the engine, as strict msgspec structs.
+
+Client to engine: `Submit`, `Abort`, `Finish`, `RegisterAdapter`, `RemoveAdapter`, `Inspect`. Engine to client:
+`Tokens`, `Ended`, `Reply`. The engine reads and writes them through the `Mailbox` port; whether they cross a process
+is not its business.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class EngineSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The part of the sampling parameters that the engine executes; stop strings and `n` stay with the client.
+
+    seed: two's-complement 64 bits. logprobs, prompt_logprobs: -1 is off. stop_token_ids: end-of-sequence ids are
+    already merged in unless they are ignored.
+    """
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    stop_token_ids: tuple[int, ...]
+    logprobs: int
+    prompt_logprobs: int
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Enqueue one request. prompt: token ids as little-endian int32 bytes. adapter: semantic digest, or None."""
+
+    request_id: str
+    prompt: bytes
+    sampling: EngineSampling
+    adapter: str | None = None
+    tenant: str = "default"
+    priority: int = 0
+    arrival_ns: int = 0
+    deadline_ns: int = 0
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Withdraw a request; unknown ids are ignored (it may have just ended). `slow` tells why for the records."""
+
+    request_id: str
+    slow: bool = False
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The client found a stop string: the request ends as if token `tokens` had been its last."""
+
+    request_id: str
+    tokens: int
+
+
+class RegisterAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Make an adapter image resident and serve it under its semantic digest. Answered by one `Reply`.
+
+    key: semantic digest. kernel_digest: names the image in the image store. pages: pages that it fills. ranks: (rank,
+    modules of that rank) pairs. modules: sorted adapted module kinds as `ids.Module` values.
+    """
+
+    call_id: int
+    key: str
+    kernel_digest: str
+    pages: int
+    ranks: tuple[tuple[int, int], ...]
+    modules: tuple[int, ...]
+    host_bytes: int
+
+
+class RemoveAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Stop new binds of an adapter, let its requests finish, then free its pages. Replied when it is retired."""
+
+    call_id: int
+    key: str
+
+
+class Inspect(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Ask for the engine's figures (pages, requests, residency of each adapter). Answered by one `Reply`."""
+
+    call_id: int
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities at one position: token ids and values, the actual token first, then top entries."""
+
+    ids: tuple[int, ...]
+    values: tuple[float, ...]
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """New output tokens of a request, in order. prompt_logprobs: for prompt positions 1.., as they are computed."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A request ended: with a finish reason, or with an error code and message. Sent exactly once a request."""
+
+    request_id: str
+    finish_reason: str | None = None
+    stop_token: int | None = None
+    code: str | None = None
+    message: str = ""
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True):
+    """Answer to a call: a body, or an error code and message."""
+
+    call_id: int
+    code: str | None = None
+    message: str = ""
+    body: dict[str, Any] = {}
+
+
+ToEngine = Submit | Abort | Finish | RegisterAdapter | RemoveAdapter | Inspect
+FromEngine = Tokens | Ended | Reply

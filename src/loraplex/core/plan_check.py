@@ -1,0 +1,199 @@
+"""Validation of a plan's own invariants: vectorised, always on, on both sides of the boundary.
+
+Checks what a plan says against itself and against fixed bounds. What it says against current state (generations,
+frontiers, ownership) is launch validation, which each side does with its own tables.
+
+Specification: 0x02D, 0x03C, 0x06E.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.packed import I32
+from loraplex.core.plan import NO_REFERENCE, BatchPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBounds:
+    """Fixed sizes that a plan's indices must respect."""
+
+    max_requests: int
+    max_adapter_slots: int
+    num_pages: int
+    max_pages_per_request: int
+    vocab_size: int
+
+
+def _require(condition: object, code: ErrorCode, message: str) -> None:
+    if not condition:
+        raise InternalFault(code, message)
+
+
+def _within(values: I32, low: int, high: int) -> bool:
+    return values.size == 0 or (int(values.min()) >= low and int(values.max()) < high)
+
+
+def _offsets_tile(offsets: I32, end: int) -> bool:
+    """Whether offsets start at 0, grow strictly and end at `end` ([0] alone when `end` is 0)."""
+    return bool(
+        offsets.size >= 1 and offsets[0] == 0 and offsets[-1] == end and (np.diff(offsets) > 0).all()
+    )
+
+
+def check_plan(plan: BatchPlan, bounds: PlanBounds) -> None:
+    """Raise the stable code of the first invariant that `plan` breaks."""
+    _check_rows(plan, bounds)
+    _check_phases(plan)
+    _check_segments(plan)
+    _check_groups(plan)
+    _check_logits(plan, bounds)
+    _check_deltas(plan, bounds)
+
+
+def _check_rows(plan: BatchPlan, bounds: PlanBounds) -> None:
+    requests, total = plan.requests, plan.rows
+    code = ErrorCode.PLAN_ROW_COVERAGE
+    _require(plan.generation >= 1, ErrorCode.PLAN_MALFORMED, f"plan generation is {plan.generation}, at least 1 needed")
+    _require(
+        plan.prefills >= 0 and plan.decodes >= 0 and plan.prefills + plan.decodes == len(requests), code,
+        f"{plan.prefills} prefills and {plan.decodes} decodes do not make {len(requests)} requests",
+    )  # fmt: skip
+    rows = requests[:, 5]
+    _require((rows > 0).all(), code, "a request has no rows")
+    _require(int(rows.sum()) == total, code, f"requests own {int(rows.sum())} rows of {total}")
+    _require(plan.positions.size == total, code, f"{plan.positions.size} positions for {total} rows")
+    _require(_within(requests[:, 0], 0, bounds.max_requests), code, "a request slot is out of bounds")
+    _require(np.unique(requests[:, 0]).size == len(requests), code, "a request slot appears twice")
+    _require(
+        _within(requests[:, 2], 0, bounds.max_adapter_slots), ErrorCode.PLAN_SEGMENTS, "an adapter slot is out of bounds"
+    )
+    order = np.sort(requests[:, 7])
+    _require(np.array_equal(order, np.arange(len(requests))), code, "scheduler indices are not a permutation")
+    kv_start = requests[:, 4]
+    _require((kv_start >= 0).all(), ErrorCode.PLAN_POSITION, "a request starts before position 0")
+    indptr = plan.row_indptr
+    expected = np.arange(total) - np.repeat(indptr[:-1] - kv_start, rows)
+    _require(
+        np.array_equal(plan.positions, expected), ErrorCode.PLAN_POSITION,
+        "positions of a request's rows are not consecutive from its KV frontier",
+    )  # fmt: skip
+    _require(
+        _within(plan.tokens, -(1 << 30), bounds.vocab_size), ErrorCode.PLAN_TOKEN_REFERENCE,
+        f"a token id lies outside the vocabulary of {bounds.vocab_size}",
+    )  # fmt: skip
+    references = plan.tokens < 0
+    _require(
+        not references.any() or plan.reference != NO_REFERENCE, ErrorCode.PLAN_TOKEN_REFERENCE,
+        "a token refers to an earlier plan, but the plan names none",
+    )  # fmt: skip
+    _require(
+        plan.reference == NO_REFERENCE or 0 < plan.reference < plan.generation, ErrorCode.PLAN_TOKEN_REFERENCE,
+        f"plan {plan.generation} cannot refer to plan {plan.reference}",
+    )  # fmt: skip
+
+
+def _check_phases(plan: BatchPlan) -> None:
+    code = ErrorCode.PLAN_PHASE_BOUNDARY
+    indptr = plan.row_indptr
+    _require(
+        np.array_equal(plan.prefill_indptr, indptr[: plan.prefills + 1]), code,
+        "prefill_indptr disagrees with the prefill requests' rows",
+    )  # fmt: skip
+    _require(
+        plan.doff == int(indptr[plan.prefills]), code,
+        f"doff is {plan.doff}, prefill rows end at {int(indptr[plan.prefills])}",
+    )  # fmt: skip
+    _require((plan.requests[plan.prefills :, 5] == 1).all(), code, "a decode request has other than one row")
+
+
+def _check_segments(plan: BatchPlan) -> None:
+    code = ErrorCode.PLAN_SEGMENTS
+    offsets, adapters = plan.segment_offsets, plan.segment_adapters
+    _require(_offsets_tile(offsets, plan.rows), code, "segment offsets do not tile the rows")
+    _require(adapters.size == offsets.size - 1, code, f"{adapters.size} segment adapters for {offsets.size - 1} segments")
+    _require(
+        np.array_equal(np.repeat(adapters, np.diff(offsets)), plan.row_adapters), code,
+        "a segment's adapter is not the adapter of its rows",
+    )  # fmt: skip
+    base = plan.requests[:, 2] == 0
+    _require(
+        (plan.requests[base, 3] == 0).all(), code, "a base-only request names an adapter generation"
+    )
+
+
+def _check_groups(plan: BatchPlan) -> None:
+    code = ErrorCode.PLAN_GROUPS
+    rows, offsets, adapters = plan.group_rows, plan.group_offsets, plan.group_adapters
+    row_adapters = plan.row_adapters
+    active = np.flatnonzero(row_adapters)
+    _require(_within(rows, 0, plan.rows), code, "a grouped row is out of bounds")
+    _require(_offsets_tile(offsets, rows.size), code, "group offsets do not tile the grouped rows")
+    _require(adapters.size == offsets.size - 1, code, f"{adapters.size} group adapters for {offsets.size - 1} groups")
+    _require((adapters > 0).all(), code, "a group stands for base-only rows")
+    _require(np.unique(adapters).size == adapters.size, code, "two groups have one adapter")
+    _require(np.array_equal(np.sort(rows), active), code, "grouped rows are not exactly the adapter rows, each once")
+    _require(
+        np.array_equal(row_adapters[rows], np.repeat(adapters, np.diff(offsets))), code,
+        "a grouped row lies under another adapter's group",
+    )  # fmt: skip
+
+
+def _check_logits(plan: BatchPlan, bounds: PlanBounds) -> None:
+    code = ErrorCode.PLAN_SAMPLE_ROWS
+    logit_rows, samples, scored = plan.logit_rows, plan.samples, plan.prompt_logprobs
+    _require(_within(logit_rows, 0, plan.rows), code, "a logit row is out of bounds")
+    _require((np.diff(logit_rows) > 0).all(), code, "logit rows are not strictly increasing")
+    indptr, count = plan.row_indptr, len(plan.requests)
+    for name, table in (("sample", samples), ("prompt log probability", scored)):
+        _require(_within(table[:, 0], 0, logit_rows.size), code, f"a {name} has no logit row")
+        _require(_within(table[:, 1], 0, count), code, f"a {name} has no request")
+    last = indptr[samples[:, 1] + 1] - 1
+    _require(np.array_equal(logit_rows[samples[:, 0]], last), code, "a sample is not its request's last row")
+    _require(np.unique(samples[:, 1]).size == len(samples), code, "a request samples twice")
+    scheduler = plan.requests[samples[:, 1], 7]
+    _require((np.diff(scheduler) > 0).all(), code, "samples are not in scheduler order")
+    _require(
+        np.array_equal(samples[:, 2], plan.positions[last] + 1), code, "a sampled position does not follow its row"
+    )
+    decodes = np.arange(plan.prefills, count)
+    _require(np.isin(decodes, samples[:, 1]).all(), code, "a decode request samples nothing")
+    rows = logit_rows[scored[:, 0]]
+    owner = np.searchsorted(indptr[1:], rows, side="right")
+    _require(np.array_equal(owner, scored[:, 1]), code, "a prompt log probability lies in another request's rows")
+    _require(_within(scored[:, 2], 0, bounds.vocab_size), code, "a prompt log probability's target is no token")
+    _require((scored[:, 3] >= 0).all(), code, "a prompt log probability asks for a negative count")
+
+
+def _check_deltas(plan: BatchPlan, bounds: PlanBounds) -> None:
+    code = ErrorCode.PLAN_PAGE_TABLE
+    deltas = plan.page_deltas
+    _require(_within(deltas[:, 0], 0, bounds.max_requests), code, "a page delta names no request slot")
+    _require(_within(deltas[:, 1], 0, bounds.max_pages_per_request), code, "a page delta lies outside the page table")
+    _require(_within(deltas[:, 2], 1, bounds.num_pages), code, "a page delta names the null page or none")
+    _require(_within(plan.copy_pages, 1, bounds.num_pages), code, "a copy names the null page or none")
+    _require(np.unique(plan.copy_pages).size == plan.copy_pages.size, code, "two copies share a page")
+    _require(
+        int(plan.copies[:, 10].sum()) == plan.copy_pages.size and (plan.copies[:, 10] >= 0).all(), code,
+        "copies and their pages disagree",
+    )  # fmt: skip
+    _require(
+        not np.isin(plan.copy_pages, deltas[:, 2]).any(), code, "a page is handed to a request and to a copy at once"
+    )
+    for name, slots in (("copy", plan.copies[:, 8]), ("publication", plan.publishes[:, 0]), ("retirement", plan.retires[:, 0])):
+        _require(
+            _within(slots, 1, bounds.max_adapter_slots), ErrorCode.PLAN_SEGMENTS, f"a {name} names no adapter slot"
+        )
+    opens = plan.opens
+    _require(_within(opens[:, 0], 0, bounds.max_requests), ErrorCode.PLAN_MALFORMED, "an open names no request slot")
+    _require(
+        np.unique(opens[:, 0]).size == len(opens), ErrorCode.PLAN_MALFORMED, "a request slot is opened twice"
+    )
+    _require(
+        int(opens[:, 12].sum()) == len(plan.open_bias) and int(opens[:, 13].sum()) == plan.open_history.size,
+        ErrorCode.PLAN_MALFORMED, "opens disagree with their bias entries or history",
+    )  # fmt: skip
+    _require(_within(plan.scrub_pages, 1, bounds.num_pages), code, "a scrub names the null page or none")

@@ -1,0 +1,64 @@
+"""The ports through which the control plane touches the world; everything else it does is deterministic.
+
+Real implementations live in `runtime`, virtual ones in `sim`. A port's method may block only where it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from loraplex.core.events import Event
+from loraplex.core.layout import AdapterImage
+from loraplex.core.messages import FromEngine, ToEngine
+
+
+class Clock(Protocol):
+    """Monotonic time."""
+
+    def now_ns(self) -> int:
+        """Nanoseconds since an arbitrary origin, never decreasing."""
+        ...
+
+
+class Backend(Protocol):
+    """Runs packed plans in order. It obeys: it never chooses pages, slots or victims.
+
+    At most one plan more than the pipeline depth is outstanding.
+    """
+
+    def launch(self, plan: bytes) -> None:
+        """Start a packed plan; may return before it has run."""
+        ...
+
+    def collect(self) -> bytes:
+        """Packed result of the oldest plan that has not been collected; blocks until it is there."""
+        ...
+
+
+class Mailbox(Protocol):
+    """Messages between the engine and its clients."""
+
+    def receive(self, wait: bool) -> Sequence[ToEngine]:
+        """Messages that arrived, in order; with `wait`, blocks until there is one or the mailbox closes."""
+        ...
+
+    def send(self, messages: Sequence[FromEngine]) -> None:
+        """Deliver; never blocks on a slow client."""
+        ...
+
+
+class EventSink(Protocol):
+    """Where the event spine goes."""
+
+    def emit(self, event: Event) -> None:
+        """Record one event; must not block."""
+        ...
+
+
+class ImageSource(Protocol):
+    """Verified adapter images by kernel digest, read by a backend when a plan tells it to copy one."""
+
+    def open(self, kernel_digest: str) -> AdapterImage:
+        """The image; raises `adapter_load_failed` when it is not there."""
+        ...

@@ -1,0 +1,134 @@
+"""What a caller may ask of one request: sampling parameters, checked on construction.
+
+Specification: DESIGN 4 "Sampling", DESIGN 5 (public contract of `SamplingParams`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from loraplex.core import limits
+from loraplex.core.errors import CallerError, ErrorCode
+
+
+class FinishReason(StrEnum):
+    """Why a request ended with an answer."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+def _refuse(param: str, value: object, expectation: str) -> CallerError:
+    return CallerError(
+        ErrorCode.INVALID_SAMPLING, f"{param} must be {expectation}, got {value!r}", param=param
+    )
+
+
+def _number(param: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise _refuse(param, value, "a finite number")
+    return float(value)
+
+
+def _integer(param: str, value: object, low: int, high: int | None = None) -> int:
+    bound = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        raise _refuse(param, value, bound)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when a request ends. Out-of-range values raise `invalid_sampling`.
+
+    max_tokens: output tokens at most, >= 1. temperature: >= 0, 0 is greedy (ties to the lowest id). top_p: (0, 1].
+    top_k: 0 is off. min_p: [0, 1]. seed: 64 bits, None draws one. repetition_penalty: > 0, over prompt and output.
+    presence_penalty, frequency_penalty: [-2, 2], over the output. logit_bias: token id -> [-100, 100]. stop: strings
+    that end the text and are not part of it. stop_token_ids end the request like an end-of-sequence token.
+    ignore_eos: end-of-sequence tokens do not end it. n: independent samples. logprobs, prompt_logprobs: top entries
+    reported for each generated token, each prompt position; None is off.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_collections()
+
+    def _check_numbers(self) -> None:
+        _integer("max_tokens", self.max_tokens, 1)
+        _integer("top_k", self.top_k, 0, limits.MAX_TOP_K)
+        _integer("n", self.n, 1, limits.MAX_N)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _integer(name, value, 0, limits.MAX_LOGPROBS)
+        if _number("temperature", self.temperature) < 0.0:
+            raise _refuse("temperature", self.temperature, "at least 0")
+        if not 0.0 < _number("top_p", self.top_p) <= 1.0:
+            raise _refuse("top_p", self.top_p, "above 0 and at most 1")
+        if not 0.0 <= _number("min_p", self.min_p) <= 1.0:
+            raise _refuse("min_p", self.min_p, "from 0 to 1")
+        if _number("repetition_penalty", self.repetition_penalty) <= 0.0:
+            raise _refuse("repetition_penalty", self.repetition_penalty, "above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= _number(name, getattr(self, name)) <= 2.0:
+                raise _refuse(name, getattr(self, name), "from -2 to 2")
+        if not isinstance(self.ignore_eos, bool):
+            raise _refuse("ignore_eos", self.ignore_eos, "true or false")
+
+    def _check_collections(self) -> None:
+        if len(self.logit_bias) > limits.MAX_LOGIT_BIAS:
+            raise _refuse("logit_bias", len(self.logit_bias), f"at most {limits.MAX_LOGIT_BIAS} entries")
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, (1 << 31) - 1)
+            if not -100.0 <= _number("logit_bias", bias) <= 100.0:
+                raise _refuse("logit_bias", bias, "from -100 to 100")
+        stops = self.stop_strings
+        if len(stops) > limits.MAX_STOP_STRINGS:
+            raise _refuse("stop", len(stops), f"at most {limits.MAX_STOP_STRINGS} strings")
+        for text in stops:
+            if not isinstance(text, str) or not 0 < len(text) <= limits.MAX_STOP_STRING_CHARS:
+                raise _refuse("stop", text, f"strings of 1 to {limits.MAX_STOP_STRING_CHARS} characters")
+        if len(self.stop_token_ids) > limits.MAX_STOP_TOKEN_IDS:
+            raise _refuse("stop_token_ids", len(self.stop_token_ids), f"at most {limits.MAX_STOP_TOKEN_IDS} ids")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, (1 << 31) - 1)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, whichever form it was given in."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the highest logit is taken."""
+        return self.temperature == 0.0
+
+    @property
+    def uses_penalties(self) -> bool:
+        """Whether token counts influence logits."""
+        return (
+            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )

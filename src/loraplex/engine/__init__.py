@@ -1,0 +1,1 @@
+"""Engine state and the step: synchronous, deterministic, driven by ports only."""

@@ -1,0 +1,1 @@
+"""Canonical serialisation, digests, manifests and generation vectors (0x01G)."""

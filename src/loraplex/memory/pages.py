@@ -1,0 +1,168 @@
+"""The page pool's ledger: which page is free, reserved or owned, by whom, and which launch may still name it.
+
+Owns page states and the conservation law; never decides who gets pages and never touches their bytes. Every page is in
+exactly one state; free + reserved + adapter + KV = all pages but the null page, in pages and in bytes. A freed page
+carries the number of the last launch that may name it: work ordered on the compute stream may reuse it at once, a
+copy on any other stream only after that launch has completed.
+
+Specification: 0x05A (one pool, two ownership rules), 0x04F (fences); DESIGN 4 "One page pool".
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.packed import I32
+
+
+class PageState(IntEnum):
+    """Physical state of a page."""
+
+    FREE = 0
+    RESERVED = 1
+    KV = 2
+    ADAPTER = 3
+    NULL = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """The pool's conservation ledger, in pages; `total` leaves the null page out."""
+
+    total: int
+    free: int
+    reserved: int
+    adapter: int
+    kv: int
+    page_bytes: int
+
+    @property
+    def conserved(self) -> bool:
+        """Whether the four states add up to the pool (0x05A)."""
+        return self.free + self.reserved + self.adapter + self.kv == self.total
+
+
+class PagePool:
+    """State, owner, owner generation and fence of each page. Pages are numbered from 1; 0 is the null page."""
+
+    def __init__(self, num_pages: int, page_bytes: int) -> None:
+        """num_pages: pages of the device buffer, the null page included; at least 2."""
+        if num_pages < 2 or page_bytes < 1:
+            raise InternalFault(ErrorCode.PAGE_STATE, f"a pool of {num_pages} pages of {page_bytes} bytes is empty")
+        self.num_pages = num_pages
+        self.page_bytes = page_bytes
+        self._state = np.zeros(num_pages, dtype=np.int8)
+        self._state[0] = PageState.NULL
+        self._owner = np.full(num_pages, -1, dtype=np.int64)
+        self._generation = np.zeros(num_pages, dtype=np.int64)
+        self._fence = np.zeros(num_pages, dtype=np.int64)
+        self._free: deque[int] = deque(range(1, num_pages))
+
+    @property
+    def free(self) -> int:
+        """Free pages."""
+        return len(self._free)
+
+    @property
+    def usable(self) -> int:
+        """All pages but the null page."""
+        return self.num_pages - 1
+
+    def counts(self) -> PageCounts:
+        """The conservation ledger, counted from the page states."""
+        by_state = np.bincount(self._state, minlength=len(PageState))
+        return PageCounts(
+            total=self.usable,
+            free=int(by_state[PageState.FREE]),
+            reserved=int(by_state[PageState.RESERVED]),
+            adapter=int(by_state[PageState.ADAPTER]),
+            kv=int(by_state[PageState.KV]),
+            page_bytes=self.page_bytes,
+        )
+
+    def reserve(self, count: int, txn: int) -> I32:
+        """Take `count` free pages for transaction `txn`, most recently freed first (for the compute stream)."""
+        if not 0 <= count <= len(self._free):
+            raise InternalFault(ErrorCode.PAGE_STATE, f"{count} pages asked of {len(self._free)} free ones")
+        return self._take([self._free.pop() for _ in range(count)], txn)
+
+    def reserve_for_copy(self, count: int, txn: int, completed_launch: int) -> I32 | None:
+        """Take `count` free pages that no launch after `completed_launch` may name, longest free first.
+
+        None when fewer than `count` such pages are free; nothing changes then.
+        """
+        if count > len(self._free):
+            return None
+        chosen = [page for page in self._free if self._fence[page] <= completed_launch][:count]
+        if len(chosen) < count:
+            return None
+        taken = set(chosen)
+        self._free = deque(page for page in self._free if page not in taken)
+        return self._take(chosen, txn)
+
+    def _take(self, pages: list[int], txn: int) -> I32:
+        out = np.array(pages, dtype=np.int32)
+        if (self._state[out] != PageState.FREE).any():
+            raise InternalFault(ErrorCode.PAGE_STATE, "the free list names a page that is not free")
+        self._state[out] = PageState.RESERVED
+        self._owner[out] = txn
+        return out
+
+    def own(self, pages: I32, txn: int, kind: PageState, owner: int, generation: int) -> None:
+        """Turn pages reserved by `txn` into pages of object `owner` at `generation`. kind: KV or ADAPTER."""
+        self._expect(pages, PageState.RESERVED, txn, None)
+        self._state[pages] = kind
+        self._owner[pages] = owner
+        self._generation[pages] = generation
+
+    def cancel(self, pages: I32, txn: int, last_launch: int) -> None:
+        """Give reserved pages back. last_launch: the newest launch that may have named them."""
+        self._expect(pages, PageState.RESERVED, txn, None)
+        self._to_free(pages, last_launch)
+
+    def release(self, pages: I32, kind: PageState, owner: int, generation: int, last_launch: int) -> None:
+        """Free pages of `owner`@`generation`. last_launch: the newest launch that may name them."""
+        self._expect(pages, kind, owner, generation)
+        self._to_free(pages, last_launch)
+
+    def _to_free(self, pages: I32, last_launch: int) -> None:
+        self._state[pages] = PageState.FREE
+        self._owner[pages] = -1
+        self._fence[pages] = last_launch
+        self._free.extend(pages.tolist())
+
+    def _expect(self, pages: I32, state: PageState, owner: int, generation: int | None) -> None:
+        if pages.size == 0:
+            return
+        if int(pages.min()) < 1 or int(pages.max()) >= self.num_pages or np.unique(pages).size != pages.size:
+            raise InternalFault(ErrorCode.PAGE_STATE, f"pages {pages.tolist()} are not distinct pages of the pool")
+        if (self._state[pages] != state).any():
+            raise InternalFault(ErrorCode.PAGE_STATE, f"a page of {pages.tolist()} is not {state.name}")
+        if (self._owner[pages] != owner).any():
+            raise InternalFault(ErrorCode.PAGE_OWNER, f"a page of {pages.tolist()} is not owned by {owner}")
+        if generation is not None and (self._generation[pages] != generation).any():
+            raise InternalFault(ErrorCode.PAGE_OWNER, f"a page of {pages.tolist()} is not of generation {generation}")
+
+    def owners(self, pages: I32, kind: PageState, owner: int, generation: int) -> bool:
+        """Whether all `pages` belong to `owner`@`generation`."""
+        return bool(
+            (self._state[pages] == kind).all()
+            and (self._owner[pages] == owner).all()
+            and (self._generation[pages] == generation).all()
+        )
+
+    def check(self) -> None:
+        """Raise `page_conservation` unless states, free list and counts agree."""
+        counts = self.counts()
+        listed = np.fromiter(self._free, dtype=np.int64, count=len(self._free))
+        if not counts.conserved or counts.free != listed.size or np.unique(listed).size != listed.size:
+            raise InternalFault(ErrorCode.PAGE_CONSERVATION, f"page ledger does not add up: {counts}")
+        if listed.size and (self._state[listed] != PageState.FREE).any():
+            raise InternalFault(ErrorCode.PAGE_CONSERVATION, "the free list names a page in use")
+        if self._state[0] != PageState.NULL:
+            raise InternalFault(ErrorCode.PAGE_CONSERVATION, "the null page is in use")

@@ -1,0 +1,167 @@
+"""Where each adapter is: one transition table, one directory of adapter slots.
+
+Owns residency states, slot generations and the counts that make an adapter evictable; never moves bytes and never
+chooses when to load. No row binds before the whole adapter is published, and a slot's generation grows at each new
+occupation, so that a stale handle can never become valid again (ABA).
+
+Specification: 0x04C (state machine), 0x04F (counts), 0x05D (eligibility), 0x07F to 0x07H (handles and leases).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+import numpy as np
+
+from loraplex.core.errors import CapacityError, ErrorCode, InternalFault
+from loraplex.core.packed import I32, empty
+
+
+class AdapterState(StrEnum):
+    """Residency of one adapter revision on this worker."""
+
+    ABSENT = "absent"
+    HOST_READY = "host_ready"
+    RESERVED = "reserved"
+    LOADING = "loading"
+    VALIDATED = "validated"
+    PUBLISHED = "published"
+    ACTIVE = "active"
+    IDLE = "idle"
+    RETIRING = "retiring"
+
+
+_S = AdapterState
+TRANSITIONS: Final[dict[AdapterState, frozenset[AdapterState]]] = {
+    _S.ABSENT: frozenset({_S.HOST_READY}),
+    _S.HOST_READY: frozenset({_S.RESERVED, _S.ABSENT}),
+    _S.RESERVED: frozenset({_S.LOADING, _S.HOST_READY}),
+    _S.LOADING: frozenset({_S.VALIDATED, _S.HOST_READY}),
+    _S.VALIDATED: frozenset({_S.PUBLISHED, _S.HOST_READY}),
+    _S.PUBLISHED: frozenset({_S.ACTIVE, _S.IDLE, _S.RETIRING}),
+    _S.ACTIVE: frozenset({_S.IDLE, _S.RETIRING}),
+    _S.IDLE: frozenset({_S.ACTIVE, _S.RETIRING}),
+    _S.RETIRING: frozenset({_S.HOST_READY, _S.ABSENT}),
+}
+"""Every legal change of state. HOST_READY after RETIRING is an eviction: the host source stays."""
+
+BINDABLE: Final = frozenset({_S.PUBLISHED, _S.ACTIVE, _S.IDLE})
+EVICTABLE: Final = frozenset({_S.PUBLISHED, _S.IDLE})
+
+
+@dataclass(slots=True)
+class AdapterEntry:
+    """One adapter revision. key: semantic digest; kernel_digest: names its host image.
+
+    slot, generation: its entry in the row-table directory while it has pages, else 0. refcount: slot leases;
+    pin_count: explicit pins; queued_reservations: accepted queue entries that assume it stays; inflight_events: copies
+    that may still write its pages; last_plan: newest launch that names it. revision_leases: live requests bound to the
+    revision, running or not. removing: no new requests; it goes when its last lease does.
+    """
+
+    key: str
+    kernel_digest: str
+    page_count: int
+    rank_sum: int
+    ranks: tuple[tuple[int, int], ...]
+    modules: tuple[int, ...]
+    host_bytes: int
+    state: AdapterState = AdapterState.ABSENT
+    slot: int = 0
+    generation: int = 0
+    pages: I32 = field(default_factory=empty)
+    refcount: int = 0
+    pin_count: int = 0
+    queued_reservations: int = 0
+    inflight_events: int = 0
+    last_plan: int = 0
+    last_touch: int = 0
+    revision_leases: int = 0
+    host_source_verified: bool = False
+    removing: bool = False
+
+    def move(self, after: AdapterState) -> AdapterState:
+        """Change state along the table; returns the state before."""
+        before = self.state
+        if after not in TRANSITIONS[before]:
+            raise InternalFault(
+                ErrorCode.RESIDENCY_TRANSITION, f"adapter {self.key[:12]} cannot go from {before} to {after}"
+            )
+        self.state = after
+        return before
+
+    @property
+    def bindable(self) -> bool:
+        """Whether a new batch row may bind it (0x04C)."""
+        return self.state in BINDABLE and not self.removing
+
+
+def evictable(entry: AdapterEntry, completed_plan: int) -> bool:
+    """The full safety predicate of 0x04F with 0x05D's verified host source. Ranking never replaces it."""
+    return (
+        entry.state in EVICTABLE
+        and entry.refcount == 0
+        and entry.pin_count == 0
+        and entry.queued_reservations == 0
+        and entry.inflight_events == 0
+        and entry.last_plan <= completed_plan
+        and entry.host_source_verified
+    )
+
+
+def rank_victims(entries: list[AdapterEntry]) -> list[AdapterEntry]:
+    """Eviction order among eligible entries: least recently used, then larger, then by key (0x05D)."""
+    return sorted(entries, key=lambda e: (e.last_touch, -e.page_count, e.key))
+
+
+def choose_victims(entries: list[AdapterEntry], pages_needed: int, completed_plan: int) -> list[AdapterEntry] | None:
+    """Fewest entries in ranking order whose pages cover `pages_needed`; None when eligible ones do not."""
+    chosen: list[AdapterEntry] = []
+    reclaimed = 0
+    for entry in rank_victims([e for e in entries if evictable(e, completed_plan)]):
+        if reclaimed >= pages_needed:
+            break
+        chosen.append(entry)
+        reclaimed += entry.page_count
+    return chosen if reclaimed >= pages_needed else None
+
+
+class SlotDirectory:
+    """The row-table directory: adapter slots 1.. with a generation each; slot 0 is the base."""
+
+    def __init__(self, max_slots: int) -> None:
+        """max_slots: directory size, slot 0 included."""
+        self._generation = np.zeros(max_slots, dtype=np.int64)
+        self._free = list(range(max_slots - 1, 0, -1))
+
+    @property
+    def free(self) -> int:
+        """Slots that can be taken."""
+        return len(self._free)
+
+    def take(self) -> tuple[int, int]:
+        """A free slot at a fresh generation."""
+        if not self._free:
+            raise CapacityError(
+                ErrorCode.ADAPTER_SLOTS_EXHAUSTED,
+                f"all {self._generation.size - 1} adapter slots are taken; remove or unpin an adapter",
+            )
+        slot = self._free.pop()
+        self._generation[slot] += 1
+        return slot, int(self._generation[slot])
+
+    def give_back(self, slot: int, generation: int) -> None:
+        """Free a slot; its generation grows so that handles to it are stale from now on."""
+        if int(self._generation[slot]) != generation:
+            raise InternalFault(
+                ErrorCode.STALE_SLOT_GENERATION,
+                f"slot {slot} is at generation {int(self._generation[slot])}, given back at {generation}",
+            )
+        self._generation[slot] += 1
+        self._free.append(slot)
+
+    def generation(self, slot: int) -> int:
+        """Current generation of a slot."""
+        return int(self._generation[slot])

@@ -1,0 +1,1 @@
+"""Decoder families, weights, attention backends, sampler, runner and CUDA graphs. Runs plans, chooses nothing."""

@@ -1,0 +1,1 @@
+"""Processes, transport, real clock and loader process: the real implementations of `core.ports`."""

@@ -1,0 +1,218 @@
+"""Phase-major packing: selected work becomes a `BatchPlan`.
+
+Owns the within-phase order and every map that undoes it; never decides what runs. Reordering is legal only inside a
+phase, because the inverse is recorded: samples come back in scheduler order whatever the packed order is. Everything
+is array arithmetic over the selected requests; nothing loops over rows.
+
+Specification: 0x02C, 0x02D, 0x03A to 0x03G.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.core.packed import I32, empty
+from loraplex.core.plan import COPY_COLUMNS, NO_REFERENCE, OPEN_COLUMNS, BatchPlan
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Selected requests in scheduler order, N of them, as arrays.
+
+    slot, incarnation, adapter_slot, adapter_generation, kv_start, rows, frontier [N] int32 as in
+    `BatchPlan.requests`. decode [N] bool: a one-row decode step; else a prefill chunk. samples [N] bool: the last row
+    samples a token (false for an unfinished chunk). logprobs, prompt_logprobs [N]: top entries wanted, -1 for none.
+    tokens [sum rows]: token ids or references, request after request. targets [sum rows]: the next prompt token of a
+    row whose prompt log probability is wanted, else -1.
+    """
+
+    slot: I32
+    incarnation: I32
+    adapter_slot: I32
+    adapter_generation: I32
+    kv_start: I32
+    rows: I32
+    frontier: I32
+    decode: Bools
+    samples: Bools
+    logprobs: I32
+    prompt_logprobs: I32
+    tokens: I32
+    targets: I32
+
+    @staticmethod
+    def none() -> Work:
+        """No requests: for a plan that only carries deltas."""
+        flag = np.empty(0, dtype=np.bool_)
+        e = empty()
+        return Work(
+            slot=e, incarnation=e, adapter_slot=e, adapter_generation=e, kv_start=e, rows=e, frontier=e, decode=flag,
+            samples=flag, logprobs=e, prompt_logprobs=e, tokens=e, targets=e,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deltas:
+    """Changes of backend state that travel with a plan, as the arrays of `BatchPlan` of the same names."""
+
+    opens: I32 = field(default_factory=lambda: empty(len(OPEN_COLUMNS)))
+    open_bias: I32 = field(default_factory=lambda: empty(2))
+    open_history: I32 = field(default_factory=empty)
+    page_deltas: I32 = field(default_factory=lambda: empty(3))
+    copies: I32 = field(default_factory=lambda: empty(COPY_COLUMNS))
+    copy_pages: I32 = field(default_factory=empty)
+    publishes: I32 = field(default_factory=lambda: empty(2))
+    retires: I32 = field(default_factory=lambda: empty(2))
+    scrub_pages: I32 = field(default_factory=empty)
+
+
+def first_appearance_order(keys: I32) -> npt.NDArray[np.int64]:
+    """Stable permutation that groups equal keys, groups in order of first appearance. keys [n] -> [n]."""
+    if keys.size == 0:
+        return np.empty(0, dtype=np.int64)
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    return np.argsort(first[inverse], kind="stable")
+
+
+def packed_order(adapter_slot: I32, decode: Bools) -> npt.NDArray[np.int64]:
+    """Scheduler indices in packed order: prefills before decodes, adapters grouped inside each phase.
+
+    The last prefill group and the first decode group share an adapter where one exists, so that one projection run
+    crosses `doff`; attention boundaries are untouched by that.
+    """
+    prefills, decodes = np.flatnonzero(~decode), np.flatnonzero(decode)
+    prefills = prefills[first_appearance_order(adapter_slot[prefills])]
+    decodes = decodes[first_appearance_order(adapter_slot[decodes])]
+    shared = decodes[np.isin(adapter_slot[decodes], adapter_slot[prefills])]
+    if shared.size:
+        bridge = adapter_slot[shared[0]]
+        prefills = prefills[np.argsort(adapter_slot[prefills] == bridge, kind="stable")]
+        decodes = decodes[np.argsort(adapter_slot[decodes] != bridge, kind="stable")]
+    return np.concatenate([prefills, decodes])
+
+
+def run_boundaries(keys: I32) -> tuple[I32, I32]:
+    """Contiguous runs of equal keys. keys [n] -> offsets [K + 1], key of each run [K]."""
+    if keys.size == 0:
+        return np.zeros(1, dtype=np.int32), empty()
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(keys)) + 1])
+    offsets = np.append(starts, keys.size).astype(np.int32)
+    return offsets, keys[starts]
+
+
+def group_rows(row_adapters: I32) -> tuple[I32, I32, I32]:
+    """Adapter rows stably grouped by adapter slot, base rows left out (0x02C's g, 0x02D's o and c).
+
+    row_adapters [T] -> rows [Na], offsets [G + 1], adapters [G].
+    """
+    active = np.flatnonzero(row_adapters)
+    rows = active[np.argsort(row_adapters[active], kind="stable")].astype(np.int32)
+    offsets, adapters = run_boundaries(row_adapters[rows])
+    return rows, offsets, adapters
+
+
+def sentinel_groups(row_adapters: I32) -> tuple[I32, I32, I32, I32]:
+    """The sentinel encoding of the same grouping (0x02D): base rows form a leading group with id -1.
+
+    row_adapters [T] -> rows [T], active ids [G], counts [G], starts [G + 1].
+    """
+    keys = np.where(row_adapters == 0, -1, row_adapters).astype(np.int32)
+    rows = np.argsort(keys, kind="stable").astype(np.int32)
+    starts, ids = run_boundaries(keys[rows])
+    return rows, ids, np.diff(starts).astype(np.int32), starts
+
+
+def _ragged(starts: npt.NDArray[np.int64], lengths: I32) -> npt.NDArray[np.int64]:
+    """Concatenated ranges [start, start + length) of each entry."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1]) if ends.size else 0
+    ranges: npt.NDArray[np.int64] = np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+    return ranges
+
+
+def build_plan(work: Work, *, generation: int, reference: int = NO_REFERENCE, deltas: Deltas | None = None) -> BatchPlan:
+    """The frozen plan for `work` (0x03G). generation: number of the plan; reference: see `BatchPlan`."""
+    deltas = deltas or Deltas()
+    order = packed_order(work.adapter_slot, work.decode)
+    rows = work.rows[order]
+    starts = (np.cumsum(work.rows, dtype=np.int64) - work.rows)[order]
+    gather = _ragged(starts, rows)
+    indptr = np.zeros(order.size + 1, dtype=np.int32)
+    np.cumsum(rows, out=indptr[1:])
+    prefills = int(np.count_nonzero(~work.decode))
+    doff = int(indptr[prefills])
+    kv_start = work.kv_start[order]
+    row_adapters = np.repeat(work.adapter_slot[order], rows)
+    segment_offsets, segment_adapters = run_boundaries(row_adapters)
+    grouped, group_offsets, group_adapters = group_rows(row_adapters)
+    requests = np.stack(
+        [
+            work.slot[order], work.incarnation[order], work.adapter_slot[order], work.adapter_generation[order],
+            kv_start, rows, work.frontier[order], order,
+        ],
+        axis=1,
+    ).astype(np.int32)  # fmt: skip
+    logit_rows, samples, prompt_logprobs = _logit_maps(work, order, indptr, gather)
+    return BatchPlan(
+        generation=generation,
+        reference=reference,
+        prefills=prefills,
+        decodes=int(order.size) - prefills,
+        doff=doff,
+        tokens=work.tokens[gather],
+        positions=_ragged(kv_start.astype(np.int64), rows).astype(np.int32),
+        requests=requests,
+        prefill_indptr=indptr[: prefills + 1],
+        segment_offsets=segment_offsets,
+        segment_adapters=segment_adapters,
+        group_rows=grouped,
+        group_offsets=group_offsets,
+        group_adapters=group_adapters,
+        logit_rows=logit_rows,
+        samples=samples,
+        prompt_logprobs=prompt_logprobs,
+        opens=deltas.opens,
+        open_bias=deltas.open_bias,
+        open_history=deltas.open_history,
+        page_deltas=deltas.page_deltas,
+        copies=deltas.copies,
+        copy_pages=deltas.copy_pages,
+        publishes=deltas.publishes,
+        retires=deltas.retires,
+        scrub_pages=deltas.scrub_pages,
+    )
+
+
+def _logit_maps(
+    work: Work, order: npt.NDArray[np.int64], indptr: I32, gather: npt.NDArray[np.int64]
+) -> tuple[I32, I32, I32]:
+    """Rows that need logits, the samples in scheduler order, and the prompt log probabilities."""
+    packed_of = np.empty(order.size, dtype=np.int64)
+    packed_of[order] = np.arange(order.size)
+    sampling = np.flatnonzero(work.samples)
+    sample_packed = packed_of[sampling]
+    sample_rows = indptr[sample_packed + 1] - 1
+    targets = work.targets[gather]
+    scored_rows = np.flatnonzero(targets >= 0)
+    need = np.zeros(int(indptr[-1]), dtype=np.bool_)
+    need[sample_rows] = True
+    need[scored_rows] = True
+    logit_rows = np.flatnonzero(need).astype(np.int32)
+    logit_of = np.cumsum(need) - 1
+    sampled_position = work.kv_start[sampling] + work.rows[sampling]
+    samples = np.stack(
+        [logit_of[sample_rows], sample_packed, sampled_position, work.logprobs[sampling]], axis=1
+    ).astype(np.int32)
+    scored_packed = np.searchsorted(indptr[1:], scored_rows, side="right")
+    scored = np.stack(
+        [
+            logit_of[scored_rows], scored_packed, targets[scored_rows], work.prompt_logprobs[order][scored_packed],
+        ],
+        axis=1,
+    ).astype(np.int32)  # fmt: skip
+    return logit_rows, samples, scored

@@ -1,0 +1,171 @@
+"""Running requests as struct-of-arrays with stable slots: what the planner reads and advances.
+
+Each request has a planned and a committed KV frontier, each with its generation. Planning advances the first; only a
+commit advances the second, and with it output, service and events. Owns the arrays and their arithmetic; never talks
+to a backend and never decides who runs.
+
+Specification: DESIGN 4 "Frontiers and depth"; 0x01G (generation vector), 0x03A (rows of a request).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.packed import I32
+
+Bools = npt.NDArray[np.bool_]
+Slots = npt.NDArray[np.int64]
+
+
+class RunningTable:
+    """State of up to `max_requests` running requests; every attribute is an array over slots.
+
+    prompt: tokens of the caller's prompt. known: prompt plus committed output. target: tokens known at admission; rows
+    below it are prefill. planned, committed: KV positions. planned_generation, committed_generation: one per advance.
+    outputs_planned, outputs: sampled tokens, planned and committed. inflight: launched plans not yet committed that
+    hold rows of the slot. reference: sample index of the slot's uncommitted token in the newest launched plan, or -1.
+    stopping: takes no more rows; its slot is freed when nothing is in flight. order: arrival order, never reset.
+    scored: prompt positions whose log probabilities were delivered.
+    """
+
+    def __init__(self, max_requests: int, max_pages: int) -> None:
+        """max_requests: slots. max_pages: page-table entries of one request."""
+        i32 = np.int32
+        self.max_requests, self.max_pages = max_requests, max_pages
+        self.active = np.zeros(max_requests, dtype=np.bool_)
+        self.stopping = np.zeros(max_requests, dtype=np.bool_)
+        self.order = np.zeros(max_requests, dtype=np.int64)
+        self.incarnation = np.zeros(max_requests, dtype=i32)
+        self.adapter_slot = np.zeros(max_requests, dtype=i32)
+        self.adapter_generation = np.zeros(max_requests, dtype=i32)
+        self.prompt = np.zeros(max_requests, dtype=i32)
+        self.known = np.zeros(max_requests, dtype=i32)
+        self.target = np.zeros(max_requests, dtype=i32)
+        self.planned = np.zeros(max_requests, dtype=i32)
+        self.committed = np.zeros(max_requests, dtype=i32)
+        self.planned_generation = np.zeros(max_requests, dtype=i32)
+        self.committed_generation = np.zeros(max_requests, dtype=i32)
+        self.outputs_planned = np.zeros(max_requests, dtype=i32)
+        self.outputs = np.zeros(max_requests, dtype=i32)
+        self.max_outputs = np.zeros(max_requests, dtype=i32)
+        self.last_token = np.zeros(max_requests, dtype=i32)
+        self.reference = np.full(max_requests, -1, dtype=i32)
+        self.inflight = np.zeros(max_requests, dtype=i32)
+        self.pages = np.zeros(max_requests, dtype=i32)
+        self.logprobs = np.full(max_requests, -1, dtype=i32)
+        self.prompt_logprobs = np.full(max_requests, -1, dtype=i32)
+        self.scored = np.zeros(max_requests, dtype=i32)
+        self.page_table = np.zeros((max_requests, max_pages), dtype=i32)
+        self.tokens: list[I32] = [np.empty(0, dtype=i32) for _ in range(max_requests)]
+        self._free = list(range(max_requests - 1, -1, -1))
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that can be taken."""
+        return len(self._free)
+
+    def open(self, tokens: I32, prompt: int, max_outputs: int, order: int) -> int:
+        """Take a slot for a request with `tokens` known, the first `prompt` of them its prompt.
+
+        Returns the slot, at a fresh incarnation; frontiers start at 0.
+        """
+        if not self._free:
+            raise InternalFault(ErrorCode.PLAN_ROW_COVERAGE, f"all {self.max_requests} request slots are taken")
+        slot = self._free.pop()
+        known = int(tokens.size)
+        buffer = np.empty(prompt + max_outputs, dtype=np.int32)
+        buffer[:known] = tokens
+        self.tokens[slot] = buffer
+        self.incarnation[slot] += 1
+        self.active[slot] = True
+        self.stopping[slot] = False
+        self.order[slot] = order
+        self.prompt[slot], self.known[slot], self.target[slot] = prompt, known, known
+        self.planned[slot] = self.committed[slot] = 0
+        self.planned_generation[slot] = self.committed_generation[slot] = 0
+        self.outputs[slot] = self.outputs_planned[slot] = known - prompt
+        self.max_outputs[slot] = max_outputs
+        self.last_token[slot] = tokens[-1]
+        self.reference[slot] = -1
+        self.inflight[slot] = 0
+        self.pages[slot] = 0
+        self.adapter_slot[slot] = self.adapter_generation[slot] = 0
+        self.logprobs[slot] = self.prompt_logprobs[slot] = -1
+        self.scored[slot] = 0
+        return slot
+
+    def close(self, slot: int) -> None:
+        """Free a slot that has nothing in flight."""
+        if not self.active[slot] or self.inflight[slot]:
+            raise InternalFault(
+                ErrorCode.PLAN_ROW_COVERAGE, f"request slot {slot} closed with {self.inflight[slot]} plans in flight"
+            )
+        self.active[slot] = False
+        self.tokens[slot] = np.empty(0, dtype=np.int32)
+        self.pages[slot] = 0
+        self._free.append(slot)
+
+    def add_pages(self, slot: int, pages: I32) -> I32:
+        """Append pages to the slot's table; returns the page deltas [n, 3] that tell a backend."""
+        start, count = int(self.pages[slot]), int(pages.size)
+        if start + count > self.max_pages:
+            raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, f"request slot {slot} needs over {self.max_pages} pages")
+        self.page_table[slot, start : start + count] = pages
+        self.pages[slot] = start + count
+        deltas = np.empty((count, 3), dtype=np.int32)
+        deltas[:, 0], deltas[:, 1], deltas[:, 2] = slot, np.arange(start, start + count), pages
+        return deltas
+
+    def owned_pages(self, slot: int) -> I32:
+        """Pages of the slot, in position order."""
+        return self.page_table[slot, : self.pages[slot]].copy()
+
+    def known_tokens(self, slot: int) -> I32:
+        """Prompt and committed output of the slot."""
+        return self.tokens[slot][: self.known[slot]].copy()
+
+    def runnable(self) -> Slots:
+        """Slots that may take rows now, oldest first."""
+        ready = self.active & ~self.stopping & (self.outputs_planned < self.max_outputs)
+        ready &= self.known + (self.outputs_planned - self.outputs) > self.planned
+        slots = np.flatnonzero(ready)
+        return slots[np.argsort(self.order[slots], kind="stable")]
+
+    def remaining(self, slots: Slots) -> I32:
+        """Rows that each slot could take: tokens known or in flight beyond its planned frontier."""
+        return np.asarray(self.known[slots] + self.outputs_planned[slots] - self.outputs[slots] - self.planned[slots])
+
+    def decoding(self, slots: Slots) -> Bools:
+        """Whether each slot is past its prefill."""
+        return np.asarray(self.planned[slots] >= self.target[slots])
+
+    def advance_planned(self, slots: Slots, rows: I32, samples: Bools) -> None:
+        """Move planned frontiers by `rows`; `samples` marks slots whose last row samples a token."""
+        self.planned[slots] += rows
+        self.planned_generation[slots] += 1
+        self.outputs_planned[slots] += samples
+        self.inflight[slots] += 1
+
+    def rollback_planned(self, slots: Slots, rows: I32, samples: Bools) -> None:
+        """Undo `advance_planned` for a plan that was not executed."""
+        self.planned[slots] -= rows
+        self.planned_generation[slots] -= 1
+        self.outputs_planned[slots] -= samples
+        self.inflight[slots] -= 1
+        self.reference[slots] = -1
+
+    def commit(self, slots: Slots, rows: I32) -> None:
+        """Move committed frontiers by `rows`; tokens are committed by `commit_tokens`."""
+        self.committed[slots] += rows
+        self.committed_generation[slots] += 1
+        self.inflight[slots] -= 1
+
+    def commit_tokens(self, slots: Slots, tokens: I32) -> None:
+        """Append one sampled token to each slot."""
+        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+            self.tokens[slot][self.known[slot]] = token
+        self.last_token[slots] = tokens
+        self.known[slots] += 1
+        self.outputs[slots] += 1

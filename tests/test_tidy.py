@@ -1,0 +1,237 @@
+"""The rules of the repository that no linter has, kept as tests.
+
+Each rule is a function from source text to sentences. It runs over the whole repository, and over a small
+sample that breaks it, so that a rule which has gone blind is noticed.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = sorted((ROOT / "src").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+PURE = ("core", "identity", "engine", "schedule", "memory")
+
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 80
+UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b")
+VAGUE_NAME = re.compile(r"(^|_)(utils?|helpers?)$")
+
+Rule = Callable[[str], list[str]]
+
+
+def may_print(path: Path) -> bool:
+    """Only what talks to a terminal prints: the command line and the benchmarks."""
+    parts = path.relative_to(ROOT / "src" / "loraplex").parts
+    return parts[0] in ("cli.py", "bench")
+
+
+def is_pure(path: Path) -> bool:
+    return path.relative_to(ROOT / "src" / "loraplex").parts[0] in PURE
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def long_file(source: str) -> list[str]:
+    count = len(source.splitlines())
+    return [f"{count} lines, limit {MAX_FILE_LINES}"] if count >= MAX_FILE_LINES else []
+
+
+def long_functions(source: str) -> list[str]:
+    found = []
+    for node in functions(ast.parse(source)):
+        count = (node.end_lineno or node.lineno) - node.lineno + 1
+        if count >= MAX_FUNCTION_LINES:
+            found.append(f"line {node.lineno}: {node.name} has {count} lines, limit {MAX_FUNCTION_LINES}")
+    return found
+
+
+def no_docstring(source: str) -> list[str]:
+    return [] if ast.get_docstring(ast.parse(source)) else ["no module docstring"]
+
+
+def unfinished(source: str) -> list[str]:
+    return [
+        f"line {n}: {line.strip()}"
+        for n, line in enumerate(source.splitlines(), 1)
+        if UNFINISHED.search(line)
+    ]
+
+
+def prints(source: str) -> list[str]:
+    return [
+        f"line {node.lineno}: print() in library code"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+
+
+def _catches_everything(handler: ast.ExceptHandler) -> bool:
+    caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(isinstance(node, ast.Name) and node.id in ("Exception", "BaseException") for node in caught)
+
+
+def _does_nothing(body: list[ast.stmt]) -> bool:
+    return all(
+        isinstance(node, ast.Pass | ast.Continue)
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        for node in body
+    )
+
+
+def _suppresses_everything(call: ast.Call) -> bool:
+    named = {ast.unparse(argument) for argument in call.args}
+    return ast.unparse(call.func).split(".")[-1] == "suppress" and bool(
+        named & {"Exception", "BaseException"}
+    )
+
+
+def swallowed(source: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ExceptHandler):
+            if node.type is None:
+                found.append(f"line {node.lineno}: bare except")
+            elif _catches_everything(node) and _does_nothing(node.body):
+                found.append(f"line {node.lineno}: every exception is swallowed")
+        elif isinstance(node, ast.Call) and _suppresses_everything(node):
+            found.append(f"line {node.lineno}: every exception is suppressed")
+    return found
+
+
+def numpy_random(source: str) -> list[str]:
+    """numpy may be used by the deterministic parts; its generators may not, and import contracts cannot see them."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        named = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        imported = isinstance(node, ast.ImportFrom) and (
+            (node.module or "").startswith("numpy.random")
+            or (node.module == "numpy" and any(alias.name == "random" for alias in node.names))
+        )
+        if named in ("np.random", "numpy.random") or imported:
+            found.append(
+                f"line {getattr(node, 'lineno', '?')}: numpy.random in a deterministic part; use the Rng port"
+            )
+    return found
+
+
+def sleeps(source: str) -> list[str]:
+    """Waiting by the clock makes a test slow or flaky; wait for the event instead."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        imported = (
+            isinstance(node, ast.ImportFrom)
+            and node.module == "time"
+            and any(a.name == "sleep" for a in node.names)
+        )
+        if called == "time.sleep" or imported:
+            found.append(f"line {getattr(node, 'lineno', '?')}: a test sleeps")
+    return found
+
+
+def readme_faults(text: str) -> list[str]:
+    found = []
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL), 1):
+        try:
+            ast.parse(block)
+        except SyntaxError as error:
+            found.append(f"python block {number}, its line {error.lineno}: {error.msg}")
+    return found
+
+
+def report(rule: Rule, paths: list[Path]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}: {fault}"
+        for path in paths
+        for fault in rule(path.read_text(encoding="utf-8"))
+    ]
+
+
+RULES: list[tuple[Rule, list[Path], str]] = [
+    (long_file, LIBRARY, "x = 1\n" * MAX_FILE_LINES),
+    (long_functions, LIBRARY, "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)),
+    (no_docstring, LIBRARY + TESTS, "x = 1\n"),
+    (unfinished, LIBRARY, "x = 1  # TO" + "DO: finish\n"),
+    (prints, [path for path in LIBRARY if not may_print(path)], "print(1)\n"),
+    (swallowed, LIBRARY, "try:\n    f()\nexcept:\n    g()\n"),
+    (swallowed, LIBRARY, "try:\n    f()\nexcept Exception:\n    pass\n"),
+    (swallowed, LIBRARY, "try:\n    f()\nexcept (ValueError, BaseException):\n    ...\n"),
+    (swallowed, LIBRARY, "with contextlib.suppress(Exception):\n    f()\n"),
+    (
+        numpy_random,
+        [path for path in LIBRARY if is_pure(path)],
+        "import numpy as np\nnp.random.default_rng(0)\n",
+    ),
+    (numpy_random, [path for path in LIBRARY if is_pure(path)], "from numpy.random import default_rng\n"),
+    (sleeps, TESTS, "import time\ntime.sleep(1)\n"),
+    (sleeps, TESTS, "from time import sleep\n"),
+    (readme_faults, [ROOT / "README.md"], "```python\nx = = 1\n```\n"),
+]
+
+
+@pytest.mark.parametrize(("rule", "paths", "sample"), RULES)
+def test_rule_holds_and_can_fail(rule: Rule, paths: list[Path], sample: str) -> None:
+    assert rule(sample), f"{rule.__name__} no longer sees its sample"
+    assert paths, f"{rule.__name__} looks at no file"
+    assert report(rule, paths) == []
+
+
+def test_a_tidy_sample_breaks_no_rule() -> None:
+    sample = '"""Owns x."""\n\ndef f():\n    try:\n        g()\n    except ValueError:\n        pass\n'
+    for rule in (
+        long_file,
+        long_functions,
+        no_docstring,
+        unfinished,
+        prints,
+        swallowed,
+        numpy_random,
+        sleeps,
+    ):
+        assert rule(sample) == []
+
+
+def test_modules_are_named_after_what_they_own() -> None:
+    assert VAGUE_NAME.search("page_utils")
+    assert VAGUE_NAME.search("helpers")
+    vague = [
+        str(path.relative_to(ROOT))
+        for path in LIBRARY
+        if VAGUE_NAME.search(path.stem) or VAGUE_NAME.search(path.parent.name)
+    ]
+    assert vague == []
+
+
+def test_every_folder_of_the_package_is_a_package() -> None:
+    folders = {path.parent for path in LIBRARY}
+    assert [
+        str(folder) for folder in folders if folder.name != "src" and not (folder / "__init__.py").exists()
+    ] == []
+
+
+def test_importing_the_deterministic_parts_loads_no_heavy_library() -> None:
+    """The import contracts read source; this is what the interpreter really does, `loraplex/__init__.py` included."""
+    names = [
+        ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+        for path in LIBRARY
+        if path.parent.name != "src" and len(path.relative_to(ROOT / "src").parts) > 2 and is_pure(path)
+    ]
+    assert {f"loraplex.{part}" for part in PURE} <= set(names)
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r})\n"
+        + "".join(f"import {name}\n" for name in names)
+        + "print(sorted({'torch', 'triton', 'ray', 'zmq', 'sqlalchemy', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "[]")
