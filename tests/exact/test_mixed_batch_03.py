@@ -9,7 +9,9 @@ from loraplex.core.plan_check import PlanBounds, check_plan
 from loraplex.schedule.packing import Work, build_plan, group_rows, run_boundaries, sentinel_groups
 
 A, B, C = 1, 2, 3
-BOUNDS = PlanBounds(max_requests=8, max_adapter_slots=8, num_pages=64, max_pages_per_request=8, vocab_size=100)
+BOUNDS = PlanBounds(
+    max_requests=8, max_adapter_slots=8, num_pages=64, max_pages_per_request=8, vocab_size=100
+)
 
 
 def i32(*values: int) -> np.ndarray:

@@ -161,7 +161,9 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.SLOW_CLIENT: _caller(499, "a client reads its stream faster than its buffer's limit fills"),
     _E.SCHEMA_UNSUPPORTED: _caller(400, "a response schema is one that can be enforced exactly"),
     _E.MODEL_UNSUPPORTED: _caller(400, "every feature of the model configuration is implemented"),
-    _E.MODEL_WEIGHTS_INVALID: _caller(400, "the weights hold exactly the tensors that the configuration implies"),
+    _E.MODEL_WEIGHTS_INVALID: _caller(
+        400, "the weights hold exactly the tensors that the configuration implies"
+    ),
     _E.MODEL_SOURCE_MISSING: _caller(400, "the model source exists and can be read"),
     _E.CONFIG_INVALID: _caller(400, "each server option lies in its documented range"),
     _E.ADAPTER_NOT_FOUND: _caller(404, "the alias or revision is registered"),

@@ -12,7 +12,7 @@ Specification: 0x04D (demand from tensors), 0x05 (one pool), 0x06A (logical agai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from typing import Final
 
@@ -189,30 +189,32 @@ def place(geometry: PageGeometry, modules: Sequence[ModuleShape]) -> tuple[tuple
     layouts.
     """
     if geometry.kind is not Geometry.RANK_ROWS:
-        raise InternalFault(ErrorCode.OPERATOR_LAYOUT, f"extents are placed in rank-row pages, not {geometry.kind}")
+        raise InternalFault(
+            ErrorCode.OPERATOR_LAYOUT, f"extents are placed in rank-row pages, not {geometry.kind}"
+        )
     pieces: list[tuple[int, Extent]] = []
     for shape in modules:
         for factor in _stored_factors(shape):
             pieces.extend(_pieces(geometry, shape, factor))
-    pieces.sort(key=lambda piece: -piece[0])
+    pieces.sort(key=lambda piece: (-piece[0], _canonical(piece[1])))
     free: list[int] = []
     extents: list[Extent] = []
-    first_open = 0
+    last_size = -1
+    start = 0
     for size, piece in pieces:
-        page = _first_fit(free, size, first_open)
+        if size != last_size:  # a page that could not hold this size before cannot hold it now
+            last_size, start = size, 0
+        page = start = _first_fit(free, size, start)
         if page == len(free):
             free.append(geometry.page_bytes)
-        extents.append(
-            Extent(
-                piece.layer, piece.module, piece.factor, piece.rank_lo, piece.rank_n, piece.col_lo, piece.col_n,
-                page, geometry.page_bytes - free[page],
-            )
-        )  # fmt: skip
+        extents.append(replace(piece, page=page, offset=geometry.page_bytes - free[page]))
         free[page] -= min(_aligned(size), free[page])
-        while first_open < len(free) and free[first_open] == 0:
-            first_open += 1
-    extents.sort(key=lambda e: (e.layer, e.module, e.factor, e.col_lo, e.rank_lo))
+    extents.sort(key=_canonical)
     return tuple(extents), len(free)
+
+
+def _canonical(extent: Extent) -> tuple[int, ...]:
+    return extent.layer, extent.module, extent.factor, extent.col_lo, extent.rank_lo
 
 
 def _aligned(size: int) -> int:
@@ -231,7 +233,9 @@ def _pieces(geometry: PageGeometry, shape: ModuleShape, factor: Factor) -> list[
     rows, cols = shape.factor_shape(factor)
     tile = min(cols, geometry.page_bytes // itemsize)
     if tile == 0:
-        raise InternalFault(ErrorCode.OPERATOR_LAYOUT, f"a page of {geometry.page_bytes} bytes holds no element")
+        raise InternalFault(
+            ErrorCode.OPERATOR_LAYOUT, f"a page of {geometry.page_bytes} bytes holds no element"
+        )
     out: list[tuple[int, Extent]] = []
     for col_lo in range(0, cols, tile):
         col_n = min(tile, cols - col_lo)

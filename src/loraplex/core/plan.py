@@ -219,5 +219,9 @@ class StepResult:
         """The result of a step that failed as a whole."""
         text = np.frombuffer(message.encode("utf-8"), dtype=np.uint8).astype(np.int32)
         return StepResult(
-            generation=generation, execute_us=0, tokens=empty(), logprob_indptr=np.zeros(1, np.int32), error=text
+            generation=generation,
+            execute_us=0,
+            tokens=empty(),
+            logprob_indptr=np.zeros(1, np.int32),
+            error=text,
         )

@@ -39,9 +39,7 @@ def _within(values: I32, low: int, high: int) -> bool:
 
 def _offsets_tile(offsets: I32, end: int) -> bool:
     """Whether offsets start at 0, grow strictly and end at `end` ([0] alone when `end` is 0)."""
-    return bool(
-        offsets.size >= 1 and offsets[0] == 0 and offsets[-1] == end and (np.diff(offsets) > 0).all()
-    )
+    return bool(offsets.size >= 1 and offsets[0] == 0 and offsets[-1] == end and (np.diff(offsets) > 0).all())
 
 
 def check_plan(plan: BatchPlan, bounds: PlanBounds) -> None:
@@ -57,7 +55,11 @@ def check_plan(plan: BatchPlan, bounds: PlanBounds) -> None:
 def _check_rows(plan: BatchPlan, bounds: PlanBounds) -> None:
     requests, total = plan.requests, plan.rows
     code = ErrorCode.PLAN_ROW_COVERAGE
-    _require(plan.generation >= 1, ErrorCode.PLAN_MALFORMED, f"plan generation is {plan.generation}, at least 1 needed")
+    _require(
+        plan.generation >= 1,
+        ErrorCode.PLAN_MALFORMED,
+        f"plan generation is {plan.generation}, at least 1 needed",
+    )
     _require(
         plan.prefills >= 0 and plan.decodes >= 0 and plan.prefills + plan.decodes == len(requests), code,
         f"{plan.prefills} prefills and {plan.decodes} decodes do not make {len(requests)} requests",
@@ -69,7 +71,9 @@ def _check_rows(plan: BatchPlan, bounds: PlanBounds) -> None:
     _require(_within(requests[:, 0], 0, bounds.max_requests), code, "a request slot is out of bounds")
     _require(np.unique(requests[:, 0]).size == len(requests), code, "a request slot appears twice")
     _require(
-        _within(requests[:, 2], 0, bounds.max_adapter_slots), ErrorCode.PLAN_SEGMENTS, "an adapter slot is out of bounds"
+        _within(requests[:, 2], 0, bounds.max_adapter_slots),
+        ErrorCode.PLAN_SEGMENTS,
+        "an adapter slot is out of bounds",
     )
     order = np.sort(requests[:, 7])
     _require(np.array_equal(order, np.arange(len(requests))), code, "scheduler indices are not a permutation")
@@ -114,15 +118,17 @@ def _check_segments(plan: BatchPlan) -> None:
     code = ErrorCode.PLAN_SEGMENTS
     offsets, adapters = plan.segment_offsets, plan.segment_adapters
     _require(_offsets_tile(offsets, plan.rows), code, "segment offsets do not tile the rows")
-    _require(adapters.size == offsets.size - 1, code, f"{adapters.size} segment adapters for {offsets.size - 1} segments")
+    _require(
+        adapters.size == offsets.size - 1,
+        code,
+        f"{adapters.size} segment adapters for {offsets.size - 1} segments",
+    )
     _require(
         np.array_equal(np.repeat(adapters, np.diff(offsets)), plan.row_adapters), code,
         "a segment's adapter is not the adapter of its rows",
     )  # fmt: skip
     base = plan.requests[:, 2] == 0
-    _require(
-        (plan.requests[base, 3] == 0).all(), code, "a base-only request names an adapter generation"
-    )
+    _require((plan.requests[base, 3] == 0).all(), code, "a base-only request names an adapter generation")
 
 
 def _check_groups(plan: BatchPlan) -> None:
@@ -132,10 +138,18 @@ def _check_groups(plan: BatchPlan) -> None:
     active = np.flatnonzero(row_adapters)
     _require(_within(rows, 0, plan.rows), code, "a grouped row is out of bounds")
     _require(_offsets_tile(offsets, rows.size), code, "group offsets do not tile the grouped rows")
-    _require(adapters.size == offsets.size - 1, code, f"{adapters.size} group adapters for {offsets.size - 1} groups")
+    _require(
+        adapters.size == offsets.size - 1,
+        code,
+        f"{adapters.size} group adapters for {offsets.size - 1} groups",
+    )
     _require((adapters > 0).all(), code, "a group stands for base-only rows")
     _require(np.unique(adapters).size == adapters.size, code, "two groups have one adapter")
-    _require(np.array_equal(np.sort(rows), active), code, "grouped rows are not exactly the adapter rows, each once")
+    _require(
+        np.array_equal(np.sort(rows), active),
+        code,
+        "grouped rows are not exactly the adapter rows, each once",
+    )
     _require(
         np.array_equal(row_adapters[rows], np.repeat(adapters, np.diff(offsets))), code,
         "a grouped row lies under another adapter's group",
@@ -157,14 +171,20 @@ def _check_logits(plan: BatchPlan, bounds: PlanBounds) -> None:
     scheduler = plan.requests[samples[:, 1], 7]
     _require((np.diff(scheduler) > 0).all(), code, "samples are not in scheduler order")
     _require(
-        np.array_equal(samples[:, 2], plan.positions[last] + 1), code, "a sampled position does not follow its row"
+        np.array_equal(samples[:, 2], plan.positions[last] + 1),
+        code,
+        "a sampled position does not follow its row",
     )
     decodes = np.arange(plan.prefills, count)
     _require(np.isin(decodes, samples[:, 1]).all(), code, "a decode request samples nothing")
     rows = logit_rows[scored[:, 0]]
     owner = np.searchsorted(indptr[1:], rows, side="right")
-    _require(np.array_equal(owner, scored[:, 1]), code, "a prompt log probability lies in another request's rows")
-    _require(_within(scored[:, 2], 0, bounds.vocab_size), code, "a prompt log probability's target is no token")
+    _require(
+        np.array_equal(owner, scored[:, 1]), code, "a prompt log probability lies in another request's rows"
+    )
+    _require(
+        _within(scored[:, 2], 0, bounds.vocab_size), code, "a prompt log probability's target is no token"
+    )
     _require((scored[:, 3] >= 0).all(), code, "a prompt log probability asks for a negative count")
 
 
@@ -172,7 +192,11 @@ def _check_deltas(plan: BatchPlan, bounds: PlanBounds) -> None:
     code = ErrorCode.PLAN_PAGE_TABLE
     deltas = plan.page_deltas
     _require(_within(deltas[:, 0], 0, bounds.max_requests), code, "a page delta names no request slot")
-    _require(_within(deltas[:, 1], 0, bounds.max_pages_per_request), code, "a page delta lies outside the page table")
+    _require(
+        _within(deltas[:, 1], 0, bounds.max_pages_per_request),
+        code,
+        "a page delta lies outside the page table",
+    )
     _require(_within(deltas[:, 2], 1, bounds.num_pages), code, "a page delta names the null page or none")
     _require(_within(plan.copy_pages, 1, bounds.num_pages), code, "a copy names the null page or none")
     _require(np.unique(plan.copy_pages).size == plan.copy_pages.size, code, "two copies share a page")
@@ -181,14 +205,26 @@ def _check_deltas(plan: BatchPlan, bounds: PlanBounds) -> None:
         "copies and their pages disagree",
     )  # fmt: skip
     _require(
-        not np.isin(plan.copy_pages, deltas[:, 2]).any(), code, "a page is handed to a request and to a copy at once"
+        not np.isin(plan.copy_pages, deltas[:, 2]).any(),
+        code,
+        "a page is handed to a request and to a copy at once",
     )
-    for name, slots in (("copy", plan.copies[:, 8]), ("publication", plan.publishes[:, 0]), ("retirement", plan.retires[:, 0])):
+    for name, slots in (
+        ("copy", plan.copies[:, 8]),
+        ("publication", plan.publishes[:, 0]),
+        ("retirement", plan.retires[:, 0]),
+    ):
         _require(
-            _within(slots, 1, bounds.max_adapter_slots), ErrorCode.PLAN_SEGMENTS, f"a {name} names no adapter slot"
+            _within(slots, 1, bounds.max_adapter_slots),
+            ErrorCode.PLAN_SEGMENTS,
+            f"a {name} names no adapter slot",
         )
     opens = plan.opens
-    _require(_within(opens[:, 0], 0, bounds.max_requests), ErrorCode.PLAN_MALFORMED, "an open names no request slot")
+    _require(
+        _within(opens[:, 0], 0, bounds.max_requests),
+        ErrorCode.PLAN_MALFORMED,
+        "an open names no request slot",
+    )
     _require(
         np.unique(opens[:, 0]).size == len(opens), ErrorCode.PLAN_MALFORMED, "a request slot is opened twice"
     )

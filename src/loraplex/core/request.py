@@ -36,7 +36,12 @@ def _number(param: str, value: object) -> float:
 
 def _integer(param: str, value: object, low: int, high: int | None = None) -> int:
     bound = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < low
+        or (high is not None and value > high)
+    ):
         raise _refuse(param, value, bound)
     return value
 
@@ -112,7 +117,9 @@ class SamplingParams:
             if not isinstance(text, str) or not 0 < len(text) <= limits.MAX_STOP_STRING_CHARS:
                 raise _refuse("stop", text, f"strings of 1 to {limits.MAX_STOP_STRING_CHARS} characters")
         if len(self.stop_token_ids) > limits.MAX_STOP_TOKEN_IDS:
-            raise _refuse("stop_token_ids", len(self.stop_token_ids), f"at most {limits.MAX_STOP_TOKEN_IDS} ids")
+            raise _refuse(
+                "stop_token_ids", len(self.stop_token_ids), f"at most {limits.MAX_STOP_TOKEN_IDS} ids"
+            )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, (1 << 31) - 1)
 
@@ -129,6 +136,4 @@ class SamplingParams:
     @property
     def uses_penalties(self) -> bool:
         """Whether token counts influence logits."""
-        return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

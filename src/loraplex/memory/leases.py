@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.memory.residency import AdapterEntry, AdapterState
+from loraplex.memory.residency import EVICTABLE, AdapterEntry, AdapterState
 
 
 @dataclass(slots=True)
@@ -33,7 +33,9 @@ class RevisionLease:
     def release(self) -> None:
         """End the hold; a second release raises `lease_underflow`."""
         if not self.open or self.entry.revision_leases < 1:
-            raise InternalFault(ErrorCode.LEASE_UNDERFLOW, f"revision lease on {self.entry.key[:12]} released twice")
+            raise InternalFault(
+                ErrorCode.LEASE_UNDERFLOW, f"revision lease on {self.entry.key[:12]} released twice"
+            )
         self.open = False
         self.entry.revision_leases -= 1
 
@@ -48,13 +50,15 @@ class SlotLease:
     open: bool = True
 
     @staticmethod
-    def take(entry: AdapterEntry, tick: int) -> SlotLease:
-        """Bind to a published adapter. A retiring one may be bound again only by a request that leased its revision."""
-        if entry.state not in (AdapterState.PUBLISHED, AdapterState.ACTIVE, AdapterState.IDLE):
+    def take(revision: RevisionLease, tick: int) -> SlotLease:
+        """Bind a request to the published slot of the revision that it leased; a retiring slot still serves it."""
+        entry = revision.entry
+        if not revision.open or not entry.resident:
             raise InternalFault(
-                ErrorCode.LEASE_MISMATCH, f"adapter {entry.key[:12]} is {entry.state}, not published: no row binds it"
+                ErrorCode.LEASE_MISMATCH,
+                f"adapter {entry.key[:12]} is {entry.state}, not published: no row binds it",
             )
-        if entry.state is not AdapterState.ACTIVE:
+        if entry.state in EVICTABLE:
             entry.move(AdapterState.ACTIVE)
         entry.refcount += 1
         entry.last_touch = tick
@@ -68,7 +72,9 @@ class SlotLease:
     def release(self, tick: int) -> None:
         """End the hold; the last one leaves the adapter idle. A second release raises `lease_underflow`."""
         if not self.open or self.entry.refcount < 1:
-            raise InternalFault(ErrorCode.LEASE_UNDERFLOW, f"slot lease on {self.entry.key[:12]} released twice")
+            raise InternalFault(
+                ErrorCode.LEASE_UNDERFLOW, f"slot lease on {self.entry.key[:12]} released twice"
+            )
         self.open = False
         self.entry.refcount -= 1
         self.entry.last_touch = tick

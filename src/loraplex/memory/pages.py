@@ -53,7 +53,9 @@ class PagePool:
     def __init__(self, num_pages: int, page_bytes: int) -> None:
         """num_pages: pages of the device buffer, the null page included; at least 2."""
         if num_pages < 2 or page_bytes < 1:
-            raise InternalFault(ErrorCode.PAGE_STATE, f"a pool of {num_pages} pages of {page_bytes} bytes is empty")
+            raise InternalFault(
+                ErrorCode.PAGE_STATE, f"a pool of {num_pages} pages of {page_bytes} bytes is empty"
+            )
         self.num_pages = num_pages
         self.page_bytes = page_bytes
         self._state = np.zeros(num_pages, dtype=np.int8)
@@ -140,13 +142,17 @@ class PagePool:
         if pages.size == 0:
             return
         if int(pages.min()) < 1 or int(pages.max()) >= self.num_pages or np.unique(pages).size != pages.size:
-            raise InternalFault(ErrorCode.PAGE_STATE, f"pages {pages.tolist()} are not distinct pages of the pool")
+            raise InternalFault(
+                ErrorCode.PAGE_STATE, f"pages {pages.tolist()} are not distinct pages of the pool"
+            )
         if (self._state[pages] != state).any():
             raise InternalFault(ErrorCode.PAGE_STATE, f"a page of {pages.tolist()} is not {state.name}")
         if (self._owner[pages] != owner).any():
             raise InternalFault(ErrorCode.PAGE_OWNER, f"a page of {pages.tolist()} is not owned by {owner}")
         if generation is not None and (self._generation[pages] != generation).any():
-            raise InternalFault(ErrorCode.PAGE_OWNER, f"a page of {pages.tolist()} is not of generation {generation}")
+            raise InternalFault(
+                ErrorCode.PAGE_OWNER, f"a page of {pages.tolist()} is not of generation {generation}"
+            )
 
     def owners(self, pages: I32, kind: PageState, owner: int, generation: int) -> bool:
         """Whether all `pages` belong to `owner`@`generation`."""

@@ -48,6 +48,7 @@ TRANSITIONS: Final[dict[AdapterState, frozenset[AdapterState]]] = {
 """Every legal change of state. HOST_READY after RETIRING is an eviction: the host source stays."""
 
 BINDABLE: Final = frozenset({_S.PUBLISHED, _S.ACTIVE, _S.IDLE})
+LOADING: Final = frozenset({_S.RESERVED, _S.LOADING, _S.VALIDATED})
 EVICTABLE: Final = frozenset({_S.PUBLISHED, _S.IDLE})
 
 
@@ -93,9 +94,14 @@ class AdapterEntry:
         return before
 
     @property
-    def bindable(self) -> bool:
-        """Whether a new batch row may bind it (0x04C)."""
-        return self.state in BINDABLE and not self.removing
+    def resident(self) -> bool:
+        """Whether it is published, for new binds or, while it retires, for requests that leased its revision."""
+        return self.state in BINDABLE or self.state is AdapterState.RETIRING
+
+    @property
+    def loading(self) -> bool:
+        """Whether a load is under way."""
+        return self.state in LOADING
 
 
 def evictable(entry: AdapterEntry, completed_plan: int) -> bool:
@@ -116,7 +122,9 @@ def rank_victims(entries: list[AdapterEntry]) -> list[AdapterEntry]:
     return sorted(entries, key=lambda e: (e.last_touch, -e.page_count, e.key))
 
 
-def choose_victims(entries: list[AdapterEntry], pages_needed: int, completed_plan: int) -> list[AdapterEntry] | None:
+def choose_victims(
+    entries: list[AdapterEntry], pages_needed: int, completed_plan: int
+) -> list[AdapterEntry] | None:
     """Fewest entries in ranking order whose pages cover `pages_needed`; None when eligible ones do not."""
     chosen: list[AdapterEntry] = []
     reclaimed = 0

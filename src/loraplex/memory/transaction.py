@@ -115,4 +115,6 @@ class Transaction:
 
     def _expect_open(self) -> None:
         if self.state is not TransactionState.OPEN:
-            raise InternalFault(ErrorCode.TRANSACTION_STATE, f"transaction {self.txn} is {self.state}, not open")
+            raise InternalFault(
+                ErrorCode.TRANSACTION_STATE, f"transaction {self.txn} is {self.state}, not open"
+            )

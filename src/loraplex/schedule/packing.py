@@ -131,11 +131,15 @@ def _ragged(starts: npt.NDArray[np.int64], lengths: I32) -> npt.NDArray[np.int64
     """Concatenated ranges [start, start + length) of each entry."""
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1]) if ends.size else 0
-    ranges: npt.NDArray[np.int64] = np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
+    ranges: npt.NDArray[np.int64] = np.arange(total, dtype=np.int64) + np.repeat(
+        starts - (ends - lengths), lengths
+    )
     return ranges
 
 
-def build_plan(work: Work, *, generation: int, reference: int = NO_REFERENCE, deltas: Deltas | None = None) -> BatchPlan:
+def build_plan(
+    work: Work, *, generation: int, reference: int = NO_REFERENCE, deltas: Deltas | None = None
+) -> BatchPlan:
     """The frozen plan for `work` (0x03G). generation: number of the plan; reference: see `BatchPlan`."""
     deltas = deltas or Deltas()
     order = packed_order(work.adapter_slot, work.decode)

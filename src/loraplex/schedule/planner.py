@@ -13,7 +13,7 @@ import numpy as np
 from loraplex.core.packed import I32
 from loraplex.core.plan import NO_REFERENCE, BatchPlan
 from loraplex.schedule.packing import Deltas, Work, build_plan
-from loraplex.schedule.running import RunningTable, Slots
+from loraplex.schedule.running import RunningTable
 from loraplex.schedule.select import Selection
 
 
@@ -67,11 +67,3 @@ def _prompt_targets(table: RunningTable, slot: int, first: int, count: int) -> I
     owed = (following < table.prompt[slot]) & (following > table.scored[slot])
     known = table.tokens[slot][np.minimum(following, table.prompt[slot] - 1)]
     return np.where(owed, known, -1).astype(np.int32)
-
-
-def note_samples(table: RunningTable, plan: BatchPlan) -> Slots:
-    """Record where each sampled token will be on the device; returns the sampling slots in sample order."""
-    slots = plan.requests[plan.samples[:, 1], 0].astype(np.int64)
-    table.reference[plan.requests[:, 0]] = -1
-    table.reference[slots] = np.arange(slots.size, dtype=np.int32)
-    return slots

@@ -25,7 +25,7 @@ class RunningTable:
     prompt: tokens of the caller's prompt. known: prompt plus committed output. target: tokens known at admission; rows
     below it are prefill. planned, committed: KV positions. planned_generation, committed_generation: one per advance.
     outputs_planned, outputs: sampled tokens, planned and committed. inflight: launched plans not yet committed that
-    hold rows of the slot. reference: sample index of the slot's uncommitted token in the newest launched plan, or -1.
+    hold rows of the slot. reference: sample index of the slot's uncommitted token in plan reference_plan, or -1.
     stopping: takes no more rows; its slot is freed when nothing is in flight. order: arrival order, never reset.
     scored: prompt positions whose log probabilities were delivered.
     """
@@ -52,6 +52,7 @@ class RunningTable:
         self.max_outputs = np.zeros(max_requests, dtype=i32)
         self.last_token = np.zeros(max_requests, dtype=i32)
         self.reference = np.full(max_requests, -1, dtype=i32)
+        self.reference_plan = np.zeros(max_requests, dtype=np.int64)
         self.inflight = np.zeros(max_requests, dtype=i32)
         self.pages = np.zeros(max_requests, dtype=i32)
         self.logprobs = np.full(max_requests, -1, dtype=i32)
@@ -72,7 +73,9 @@ class RunningTable:
         Returns the slot, at a fresh incarnation; frontiers start at 0.
         """
         if not self._free:
-            raise InternalFault(ErrorCode.PLAN_ROW_COVERAGE, f"all {self.max_requests} request slots are taken")
+            raise InternalFault(
+                ErrorCode.PLAN_ROW_COVERAGE, f"all {self.max_requests} request slots are taken"
+            )
         slot = self._free.pop()
         known = int(tokens.size)
         buffer = np.empty(prompt + max_outputs, dtype=np.int32)
@@ -100,7 +103,8 @@ class RunningTable:
         """Free a slot that has nothing in flight."""
         if not self.active[slot] or self.inflight[slot]:
             raise InternalFault(
-                ErrorCode.PLAN_ROW_COVERAGE, f"request slot {slot} closed with {self.inflight[slot]} plans in flight"
+                ErrorCode.PLAN_ROW_COVERAGE,
+                f"request slot {slot} closed with {self.inflight[slot]} plans in flight",
             )
         self.active[slot] = False
         self.tokens[slot] = np.empty(0, dtype=np.int32)
@@ -111,7 +115,9 @@ class RunningTable:
         """Append pages to the slot's table; returns the page deltas [n, 3] that tell a backend."""
         start, count = int(self.pages[slot]), int(pages.size)
         if start + count > self.max_pages:
-            raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, f"request slot {slot} needs over {self.max_pages} pages")
+            raise InternalFault(
+                ErrorCode.PLAN_PAGE_TABLE, f"request slot {slot} needs over {self.max_pages} pages"
+            )
         self.page_table[slot, start : start + count] = pages
         self.pages[slot] = start + count
         deltas = np.empty((count, 3), dtype=np.int32)
@@ -135,7 +141,9 @@ class RunningTable:
 
     def remaining(self, slots: Slots) -> I32:
         """Rows that each slot could take: tokens known or in flight beyond its planned frontier."""
-        return np.asarray(self.known[slots] + self.outputs_planned[slots] - self.outputs[slots] - self.planned[slots])
+        return np.asarray(
+            self.known[slots] + self.outputs_planned[slots] - self.outputs[slots] - self.planned[slots]
+        )
 
     def decoding(self, slots: Slots) -> Bools:
         """Whether each slot is past its prefill."""
@@ -148,13 +156,22 @@ class RunningTable:
         self.outputs_planned[slots] += samples
         self.inflight[slots] += 1
 
+    def note_samples(self, slots: Slots, samplers: Slots, plan: int) -> None:
+        """Record where `plan`, which holds rows of `slots`, leaves the tokens of `samplers` (in sample order)."""
+        self.reference[slots] = -1
+        self.reference[samplers] = np.arange(samplers.size, dtype=np.int32)
+        self.reference_plan[samplers] = plan
+
+    def forget_references(self, plan: int) -> None:
+        """Tokens of `plan` are known, or never will be: nothing refers to it any more."""
+        self.reference[self.reference_plan == plan] = -1
+
     def rollback_planned(self, slots: Slots, rows: I32, samples: Bools) -> None:
         """Undo `advance_planned` for a plan that was not executed."""
         self.planned[slots] -= rows
         self.planned_generation[slots] -= 1
         self.outputs_planned[slots] -= samples
         self.inflight[slots] -= 1
-        self.reference[slots] = -1
 
     def commit(self, slots: Slots, rows: I32) -> None:
         """Move committed frontiers by `rows`; tokens are committed by `commit_tokens`."""

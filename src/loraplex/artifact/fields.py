@@ -1,0 +1,141 @@
+"""Every field of PEFT's adapter_config.json, classified: applied, inert, or refused unless it is off.
+
+`APPLIED` fields are decoded by `peft_config`. `INERT` fields have no effect at inference; each has a type check.
+`OFF_ONLY` fields change the function in a way that is not served, so only the values that switch them off pass.
+A field in none of the tables passes only when its value is null, false or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from loraplex.artifact.jsontext import Decimal64
+from loraplex.artifact.patterns import PatternError, compile_pattern
+from loraplex.artifact.refuse import bad_config, unsupported
+
+FILE: Final = "adapter_config.json"
+_SHOWN_CHARS: Final = 80
+
+APPLIED: Final[dict[str, frozenset[str]]] = {
+    "LORA": frozenset({
+        "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules",
+        "exclude_modules", "layers_to_transform", "layers_pattern", "bias", "lora_bias", "use_dora",
+        "alora_invocation_tokens", "init_lora_weights", "modules_to_save",
+    }),
+    "IA3": frozenset({
+        "peft_type", "target_modules", "exclude_modules", "feedforward_modules", "modules_to_save",
+    }),
+}  # fmt: skip
+
+INITS_WITHOUT_EFFECT: Final = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+INITS_THAT_CHANGE_THE_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def _any(_: Any) -> bool:
+    return True
+
+
+def _bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _probability(value: Any) -> bool:
+    number = value.value if isinstance(value, Decimal64) else value
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number <= 1
+
+
+INERT: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
+    "auto_mapping": (_object, "an object"),
+    "base_model_name_or_path": (_text, "a string"),
+    "revision": (_text, "a string"),
+    "peft_version": (_text, "a string"),
+    "task_type": (_text, "a string"),
+    "inference_mode": (_bool, "true or false"),
+    "fan_in_fan_out": (_bool, "true or false"),  # PEFT switches it off for linear layers, the only ones here
+    "init_ia3_weights": (_bool, "true or false"),
+    "lora_dropout": (_probability, "a number from 0 to 1"),
+    "megatron_core": (_text, "a string"),
+    "qalora_group_size": (_any, ""),  # read only where use_qalora is on
+    "loftq_config": (_object, "an object"),  # these configure initialisations, judged by init_lora_weights
+    "eva_config": (_object, "an object"),
+    "corda_config": (_object, "an object"),
+    "lora_ga_config": (_object, "an object"),
+    "runtime_config": (_object, "an object"),  # PEFT drops it from files
+}
+
+OFF_ONLY: Final[dict[str, str]] = {
+    "megatron_config": "Megatron layers are not served",
+    "trainable_token_indices": "retrained token embeddings are not served",
+    "velora_config": "VeLoRA adapters are not served",
+    "use_qalora": "QA-LoRA pools its inputs, which is not served",
+    "monteclora_config": "Monte Carlo LoRA is not served",
+    "layer_replication": "replicated layers change the base, which is not served",
+    "target_parameters": "adapters of bare parameters are not served",
+    "use_bdlora": "block-diagonal LoRA is not served",
+    "arrow_config": "Arrow routing is not served",
+    "kasa_config": "KaSA changes the base weights, which is not served",
+    "ensure_weight_tying": "tied adapters are not served",
+    "modules_to_save": "whole modules saved beside the adapter are not served; merge them into a base of their own",
+}
+
+
+def refuse_effects(kind: str, record: Mapping[str, Any]) -> None:
+    """Refuse every field with an effect that is not applied; check the types of inert ones."""
+    for name, value in record.items():
+        if name in OFF_ONLY:
+            if not is_off(value):
+                raise unsupported(name, f"{name} is {show(value)}: {OFF_ONLY[name]}")
+        elif name in INERT:
+            good, expected = INERT[name]
+            if value is not None and not good(value):
+                raise bad_config(name, f"{name} is {show(value)}, expected {expected}")
+        elif name not in APPLIED[kind] and not is_off(value):
+            raise unsupported(name, f"the field {name} is {show(value)}, and what it does is not known here")
+    if kind == "LORA":
+        _check_init(record.get("init_lora_weights", True))
+
+
+def _check_init(value: Any) -> None:
+    if value is None or isinstance(value, bool) or value in INITS_WITHOUT_EFFECT:
+        return
+    if not isinstance(value, str):
+        raise bad_config(
+            "init_lora_weights", f"init_lora_weights is {show(value)}, expected a name, true or false"
+        )
+    if value.lower().startswith(INITS_THAT_CHANGE_THE_BASE):
+        raise unsupported(
+            "init_lora_weights",
+            f"init_lora_weights {value!r} changes the base weights when it is loaded; save the adapter again with "
+            "path_initial_model_for_weight_conversion",
+        )
+    raise unsupported("init_lora_weights", f"init_lora_weights {show(value)} is not known here")
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value is PEFT's way to leave a feature out."""
+    return value is None or value is False or value in ([], {}, "")
+
+
+def check_regex(name: str, pattern: str) -> None:
+    """A pattern from the file parses and is read here."""
+    try:
+        compile_pattern(pattern)
+    except PatternError as error:
+        raise bad_config(
+            name, f"{name} holds the pattern {show(pattern)}, which is refused: {error}"
+        ) from None
+
+
+def show(value: Any) -> str:
+    """A value for a message: its text, cut short."""
+    text = value.text if isinstance(value, Decimal64) else repr(value)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

@@ -1,0 +1,72 @@
+"""The identities of an artifact: its record for H_artifact, and the semantic digest.
+
+Connects what was read to `identity`, which knows nothing of files. Specification: 0x01G.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from loraplex.artifact.record import AdaptedModule, Artifact, Role
+from loraplex.identity.canonical import digest
+from loraplex.identity.digests import (
+    ALWAYS_ON,
+    ArtifactIdentity,
+    ModuleSpec,
+    TensorRecord,
+    invocation_policy,
+    semantic_abi,
+)
+
+_AXES: Final[dict[Role, tuple[str, ...]]] = {
+    Role.A: ("rank", "input"),
+    Role.B: ("output", "rank"),
+    Role.LORA_BIAS: ("output",),
+    Role.MAGNITUDE: ("output",),
+    Role.BIAS: ("output",),
+    Role.IA3_IN: ("one", "input"),
+    Role.IA3_OUT: ("output", "one"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterIdentity:
+    """Digests of one artifact over one base: H_base, H_artifact, H_adapter_semantic."""
+
+    base: str
+    artifact: str
+    semantic: str
+
+
+def identify(artifact: Artifact, base_abi: str) -> AdapterIdentity:
+    """All digests of `artifact` over the base whose H_base is `base_abi`."""
+    content = ArtifactIdentity(
+        method=artifact.method,
+        peft_config=digest(
+            {
+                "methods": sorted(m.value for m in artifact.methods),
+                "invocation_tokens": list(artifact.invocation_tokens or ()),
+            }
+        ),
+        base=base_abi,
+        modules=tuple(_spec(module) for module in artifact.modules),
+    ).digest
+    tokens = artifact.invocation_tokens
+    policy = ALWAYS_ON if tokens is None else invocation_policy(tokens)
+    return AdapterIdentity(base_abi, content, semantic_abi(base_abi, content, policy))
+
+
+def _spec(module: AdaptedModule) -> ModuleSpec:
+    return ModuleSpec(
+        name=module.name,
+        target=module.module.name.lower(),
+        base_shape=(module.d_out, module.d_in),
+        rank=module.rank,
+        alpha=module.alpha,
+        rule=module.rule.value,
+        tensors=tuple(
+            TensorRecord(role.value, _AXES[role], tensor.dtype.value, tensor.shape, tensor.sha256)
+            for role, tensor in sorted(module.tensors.items())
+        ),
+    )

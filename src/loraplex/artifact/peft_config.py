@@ -1,0 +1,261 @@
+"""adapter_config.json, decoded strictly into the part that decides what is computed.
+
+Every field that PEFT 0.21 writes is classified in `fields`: applied, inert, or refused unless it is off. A field that
+nobody knows is refused by name unless its value is off too. Specification: 0x01G (effective configuration), 0x0C
+(malformed scaling metadata); DESIGN 4 "Identity".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from loraplex.artifact import fields
+from loraplex.artifact.jsontext import Decimal64
+from loraplex.artifact.refuse import bad_config, rank_limit, unsupported
+from loraplex.artifact.scale import alpha_text
+from loraplex.core.limits import MAX_RANK
+
+ALL_LINEAR: Final = "all-linear"
+MAX_NAMES: Final = 65_536
+MAX_NAME_CHARS: Final = 16_384
+MAX_INVOCATION_TOKENS: Final = 4_096
+
+
+class PeftType(StrEnum):
+    """PEFT methods that are read."""
+
+    LORA = "LORA"
+    IA3 = "IA3"
+
+
+class BiasMode(StrEnum):
+    """Which base biases the adapter replaces."""
+
+    NONE = "none"
+    ALL = "all"
+    LORA_ONLY = "lora_only"
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """A set of module names, or one regular expression over a whole name."""
+
+    names: frozenset[str] = frozenset()
+    pattern: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """The effective configuration: everything that changes the function, nothing that does not.
+
+    targets: modules that are adapted; None means all linear layers but the output. layers: indices that list targets
+    are limited to, or None. alpha and alpha_pattern: shortest decimal texts. invocation_tokens: aLoRA's, or None.
+    """
+
+    kind: PeftType
+    targets: Names | None
+    exclude: Names
+    rank: int = 0
+    alpha: str = "0"
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    alpha_pattern: tuple[tuple[str, str], ...] = ()
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    bias: BiasMode = BiasMode.NONE
+    layers: tuple[int, ...] | None = None
+    layers_pattern: tuple[str, ...] = ()
+    feedforward: Names = Names()
+    invocation_tokens: tuple[int, ...] | None = None
+
+
+def decode_config(record: Mapping[str, Any]) -> PeftConfig:
+    """The configuration in a decoded JSON object; raises typed refusals that name field, value and expectation."""
+    kind = _peft_type(record)
+    fields.refuse_effects(kind.value, record)
+    targets = _targets(record)
+    exclude = _names(record, "exclude_modules") or Names()
+    if kind is PeftType.IA3:
+        return PeftConfig(kind, targets, exclude, feedforward=_feedforward(record, targets))
+    config = PeftConfig(
+        kind=kind,
+        targets=targets,
+        exclude=exclude,
+        rank=_rank("r", _required(record, "r")),
+        alpha=_alpha("lora_alpha", _required(record, "lora_alpha")),
+        rank_pattern=tuple(
+            (k, _rank(f"rank_pattern[{k!r}]", v)) for k, v in _pattern(record, "rank_pattern")
+        ),
+        alpha_pattern=tuple(
+            (k, _alpha(f"alpha_pattern[{k!r}]", v)) for k, v in _pattern(record, "alpha_pattern")
+        ),
+        use_rslora=_flag(record, "use_rslora"),
+        use_dora=_flag(record, "use_dora"),
+        lora_bias=_flag(record, "lora_bias"),
+        bias=_bias(record),
+        layers=_layers(record),
+        layers_pattern=_layers_pattern(record),
+        invocation_tokens=_invocation(record),
+    )
+    _check_combination(config)
+    return config
+
+
+def _peft_type(record: Mapping[str, Any]) -> PeftType:
+    value = _required(record, "peft_type")
+    if not isinstance(value, str):
+        raise bad_config("peft_type", f"peft_type is {value!r}, expected a string")
+    try:
+        return PeftType(value)
+    except ValueError:
+        raise unsupported("peft_type", f"peft_type {value!r} is not served, expected LORA or IA3") from None
+
+
+def _required(record: Mapping[str, Any], name: str) -> Any:
+    if name not in record:
+        raise bad_config(name, f"{fields.FILE} has no field {name}")
+    return record[name]
+
+
+def _flag(record: Mapping[str, Any], name: str) -> bool:
+    value = record.get(name, False)
+    if not isinstance(value, bool):
+        raise bad_config(name, f"{name} is {fields.show(value)}, expected true or false")
+    return value
+
+
+def _rank(name: str, value: Any) -> int:
+    if type(value) is not int:
+        raise bad_config(name, f"{name} is {fields.show(value)}, expected an integer")
+    if not 1 <= value <= MAX_RANK:
+        raise rank_limit(name, f"{name} is {value}, expected 1 to {MAX_RANK}")
+    return value
+
+
+def _alpha(name: str, value: Any) -> str:
+    if type(value) is not int and not isinstance(value, Decimal64):
+        raise bad_config(name, f"{name} is {fields.show(value)}, expected a number")
+    text = alpha_text(value if isinstance(value, int) else value.text)
+    if text is None:
+        raise bad_config(name, f"{name} is {fields.show(value)}, expected a positive number below 1e9")
+    return text
+
+
+def _pattern(record: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+    value = record.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, dict) or len(value) > MAX_NAMES:
+        raise bad_config(
+            name, f"{name} is {fields.show(value)}, expected an object of at most {MAX_NAMES} entries"
+        )
+    for key in value:
+        fields.check_regex(name, key)
+    return list(value.items())
+
+
+def _bias(record: Mapping[str, Any]) -> BiasMode:
+    value = record.get("bias", "none")
+    if not isinstance(value, str) or value not in set(BiasMode):
+        raise bad_config("bias", f"bias is {fields.show(value)}, expected none, all or lora_only")
+    return BiasMode(value)
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    good = isinstance(value, list) and len(value) <= MAX_NAMES
+    if not good or not all(isinstance(item, str) and 0 < len(item) <= MAX_NAME_CHARS for item in value):
+        raise bad_config(name, f"{name} is {fields.show(value)}, expected a list of non-empty strings")
+    return tuple(value)
+
+
+def _names(record: Mapping[str, Any], name: str) -> Names | None:
+    value = record.get(name)
+    if value is None or value == []:
+        return None
+    if isinstance(value, str):
+        fields.check_regex(name, value)
+        return Names(pattern=value)
+    return Names(names=frozenset(_strings(name, value)))
+
+
+def _targets(record: Mapping[str, Any]) -> Names | None:
+    names = _names(record, "target_modules")
+    if names is None:
+        raise bad_config(
+            "target_modules", "target_modules is missing or empty, expected names, a pattern or all-linear"
+        )
+    if names.pattern is not None and names.pattern.lower() == ALL_LINEAR:
+        return None
+    return names
+
+
+def _feedforward(record: Mapping[str, Any], targets: Names | None) -> Names:
+    names = _names(record, "feedforward_modules") or Names()
+    if "feedforward_modules" not in record or record["feedforward_modules"] is None:
+        raise bad_config(
+            "feedforward_modules", "feedforward_modules is missing, expected a list or a pattern"
+        )
+    if targets is not None and targets.pattern is None and not names.names <= targets.names:
+        extra = min(names.names - targets.names)
+        raise bad_config(
+            "feedforward_modules", f"feedforward_modules names {extra!r}, which target_modules does not"
+        )
+    return names
+
+
+def _layers(record: Mapping[str, Any]) -> tuple[int, ...] | None:
+    value = record.get("layers_to_transform")
+    if value is None or value == []:
+        return None
+    items = value if isinstance(value, list) else [value]
+    if not all(type(item) is int and item >= 0 for item in items) or len(items) > MAX_NAMES:
+        raise bad_config(
+            "layers_to_transform",
+            f"layers_to_transform is {fields.show(value)}, expected layer indices from 0",
+        )
+    return tuple(sorted(set(items)))
+
+
+def _layers_pattern(record: Mapping[str, Any]) -> tuple[str, ...]:
+    value = record.get("layers_pattern")
+    if value is None or value in ("", []):
+        return ()
+    patterns = (value,) if isinstance(value, str) else _strings("layers_pattern", value)
+    for pattern in patterns:
+        if not re.fullmatch(r"\w+(\.\w+)*", pattern):
+            raise unsupported(
+                "layers_pattern", f"layers_pattern {fields.show(pattern)} is not a plain module name"
+            )
+    return patterns
+
+
+def _invocation(record: Mapping[str, Any]) -> tuple[int, ...] | None:
+    value = record.get("alora_invocation_tokens")
+    if value is None:
+        return None
+    good = isinstance(value, list) and 0 < len(value) <= MAX_INVOCATION_TOKENS
+    if not good or not all(type(item) is int and item >= 0 for item in value):
+        raise bad_config(
+            "alora_invocation_tokens",
+            f"alora_invocation_tokens is {fields.show(value)}, expected 1 to {MAX_INVOCATION_TOKENS} token ids",
+        )
+    return tuple(value)
+
+
+def _check_combination(config: PeftConfig) -> None:
+    """Combinations that PEFT itself refuses."""
+    pattern = config.targets is None or config.targets.pattern is not None
+    if pattern and config.layers is not None:
+        raise bad_config(
+            "layers_to_transform", "layers_to_transform needs target_modules as a list, not a pattern"
+        )
+    if config.layers_pattern and config.layers is None:
+        raise bad_config("layers_pattern", "layers_pattern needs layers_to_transform")
+    if config.use_dora and config.lora_bias:
+        raise bad_config("lora_bias", "lora_bias and use_dora exclude each other")
+    if config.use_dora and config.invocation_tokens is not None:
+        raise bad_config("alora_invocation_tokens", "alora_invocation_tokens and use_dora exclude each other")

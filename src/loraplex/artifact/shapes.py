@@ -1,0 +1,72 @@
+"""Shapes and ranks of an adapter's tensors against its base.
+
+One wrong tensor is a shape or rank mismatch; factors that agree among themselves but with no module of the base are
+an adapter for another base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loraplex.artifact.record import AdaptedModule, Role
+from loraplex.artifact.refuse import bad_rank, bad_shape, wrong_base
+from loraplex.artifact.tensors import Tensor
+
+
+def check_shapes(modules: Sequence[AdaptedModule]) -> None:
+    """Raise on the first tensor whose shape is not the expected one."""
+    _check_base(modules)
+    for module in modules:
+        for role, tensor in module.tensors.items():
+            if role is Role.A:
+                _check_factor(module, tensor, rank_axis=0, width=module.d_in)
+            elif role is Role.B:
+                _check_factor(module, tensor, rank_axis=1, width=module.d_out)
+            else:
+                _check_vector(module, role, tensor)
+
+
+def _check_base(modules: Sequence[AdaptedModule]) -> None:
+    """Refuse as made for another base when several modules have consistent factors and none fits."""
+    pairs = [(m, m.tensors[Role.A], m.tensors[Role.B]) for m in modules if {Role.A, Role.B} <= set(m.tensors)]
+    if len(pairs) < 2:
+        return
+    for module, a, b in pairs:
+        consistent = (
+            len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1] and 0 not in a.shape + b.shape
+        )
+        if not consistent or (a.shape[1], b.shape[0]) == (module.d_in, module.d_out):
+            return
+    module, a, b = pairs[0]
+    raise wrong_base(
+        a.name,
+        f"no module fits: {module.name} has factors for {a.shape[1]} -> {b.shape[0]}, "
+        f"the base has {module.d_in} -> {module.d_out}",
+    )
+
+
+def _check_factor(module: AdaptedModule, tensor: Tensor, rank_axis: int, width: int) -> None:
+    expected = (module.rank, width) if rank_axis == 0 else (width, module.rank)
+    if tensor.shape == expected:
+        return
+    if len(tensor.shape) == 2 and tensor.shape[1 - rank_axis] == width and tensor.shape[rank_axis] > 0:
+        raise bad_rank(
+            tensor.name,
+            f"tensor {tensor.name} has rank {tensor.shape[rank_axis]}, the configuration says {module.rank}",
+        )
+    raise bad_shape(
+        tensor.name, f"tensor {tensor.name} has shape {list(tensor.shape)}, expected {list(expected)}"
+    )
+
+
+def _check_vector(module: AdaptedModule, role: Role, tensor: Tensor) -> None:
+    width = module.d_in if role is Role.IA3_IN else module.d_out
+    shapes: tuple[tuple[int, ...], ...] = ((width,),)
+    if role is Role.IA3_IN:
+        shapes = ((1, width),)
+    elif role is Role.IA3_OUT:
+        shapes = ((width, 1),)
+    if tensor.shape not in shapes:
+        raise bad_shape(
+            tensor.name, f"tensor {tensor.name} has shape {list(tensor.shape)}, expected {list(shapes[0])}"
+        )

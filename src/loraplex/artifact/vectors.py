@@ -1,0 +1,93 @@
+"""The float32 vectors of the general operator y = g * ((x * h) W^T + s (x A^T) B^T) + c, made from an artifact.
+
+h scales inputs (IA3 of a feed-forward), g scales outputs (DoRA, IA3), c is added last and then replaces the base's
+own bias. Plain LoRA has none of them. Specification: DESIGN 4 "Operators".
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from loraplex.artifact.base import BaseTensors
+from loraplex.artifact.record import AdaptedModule, Role
+from loraplex.artifact.refuse import unsupported
+from loraplex.artifact.tensors import F32Array
+from loraplex.core.layout import Factor
+
+ROW_BLOCK = 1024
+
+
+def vector_kinds(module: AdaptedModule) -> tuple[Factor, ...]:
+    """Which vectors a module carries; c is present wherever the module's bias is touched or scaled."""
+    roles = set(module.tensors)
+    kinds = []
+    if Role.IA3_IN in roles:
+        kinds.append(Factor.H)
+    if roles & {Role.MAGNITUDE, Role.IA3_OUT}:
+        kinds.append(Factor.G)
+    if roles & {Role.LORA_BIAS, Role.BIAS} or (kinds and module.has_bias):
+        kinds.append(Factor.C)
+    return tuple(kinds)
+
+
+def vectors_of(module: AdaptedModule, base: BaseTensors | None) -> dict[Factor, F32Array]:
+    """The vectors of one module, float32: H [d_in], G and C [d_out].
+
+    base: the base's weights; without them, `adapter_unsupported` is raised where a vector depends on them.
+    """
+    kinds = vector_kinds(module)
+    if not kinds:
+        return {}
+    out: dict[Factor, F32Array] = {}
+    if Factor.H in kinds:
+        out[Factor.H] = module.tensors[Role.IA3_IN].float32().reshape(-1)
+    if Role.MAGNITUDE in module.tensors:
+        norm = row_norms(module, _needed(module, base))
+        out[Factor.G] = (module.tensors[Role.MAGNITUDE].float32().astype(np.float64) / norm).astype(
+            np.float32
+        )
+    elif Role.IA3_OUT in module.tensors:
+        out[Factor.G] = module.tensors[Role.IA3_OUT].float32().reshape(-1)
+    if Factor.C in kinds:
+        out[Factor.C] = _constant(module, base, out.get(Factor.G))
+    return out
+
+
+def row_norms(module: AdaptedModule, base: BaseTensors) -> np.ndarray:
+    """Norm of each row of W + s B A in float64 [d_out], as |W|^2 + 2 s W.BA + s^2 |BA|^2."""
+    weight = base.weight(module.layer, module.module)
+    a = module.tensors[Role.A].float32().astype(np.float64)
+    b = module.tensors[Role.B].float32().astype(np.float64)
+    gram = a @ a.T
+    squares = np.empty(module.d_out)
+    for lo in range(0, module.d_out, ROW_BLOCK):
+        w = weight[lo : lo + ROW_BLOCK].astype(np.float64)
+        rows = b[lo : lo + ROW_BLOCK]
+        cross = ((w @ a.T) * rows).sum(axis=1)
+        delta = ((rows @ gram) * rows).sum(axis=1)
+        squares[lo : lo + ROW_BLOCK] = (
+            (w * w).sum(axis=1) + 2 * module.scale * cross + module.scale**2 * delta
+        )
+    return np.sqrt(squares)
+
+
+def _needed(module: AdaptedModule, base: BaseTensors | None) -> BaseTensors:
+    if base is None:
+        raise unsupported(
+            "", f"the vectors of {module.name} depend on base weights, which are not given here"
+        )
+    return base
+
+
+def _constant(module: AdaptedModule, base: BaseTensors | None, gain: F32Array | None) -> F32Array:
+    """c: the new bias, or the base's; scaled by IA3's g; plus s times the bias of B."""
+    if Role.BIAS in module.tensors:
+        c = module.tensors[Role.BIAS].float32().astype(np.float64)
+    else:
+        bias = _needed(module, base).bias(module.layer, module.module) if module.has_bias else None
+        c = np.zeros(module.d_out) if bias is None else bias.astype(np.float64)
+    if Role.IA3_OUT in module.tensors and gain is not None:
+        c = c * gain
+    if Role.LORA_BIAS in module.tensors:
+        c = c + module.scale * module.tensors[Role.LORA_BIAS].float32()
+    return c.astype(np.float32)

@@ -1,0 +1,201 @@
+"""commit: what a plan produced becomes state. Only here do committed frontiers, outputs and service move.
+
+Specification: 0x09K (publication events), DESIGN 4 "Frontiers and depth".
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from loraplex.core.errors import ErrorCode, InternalFault, error_for
+from loraplex.core.events import FirstToken, IterationCompleted, PlanDiscarded, StepFailed
+from loraplex.core.messages import TokenLogprobs, Tokens
+from loraplex.core.packed import I32, bits_float
+from loraplex.core.plan import StepResult
+from loraplex.core.request import FinishReason
+from loraplex.engine import admission, growth, residency
+from loraplex.engine.records import RequestRecord
+from loraplex.engine.state import EngineState, Flight
+from loraplex.schedule.running import Slots
+
+STALE = frozenset(
+    {
+        ErrorCode.STALE_PLAN_GENERATION,
+        ErrorCode.STALE_REQUEST_GENERATION,
+        ErrorCode.STALE_SLOT_GENERATION,
+        ErrorCode.STALE_KV_FRONTIER,
+    }
+)
+"""Refusals after which the same work is planned again; any other failure ends the step's requests."""
+
+
+def apply_result(state: EngineState, flight: Flight, result: StepResult) -> None:
+    """Commit one plan's result."""
+    plan = flight.plan
+    _check(flight, result)
+    slots: Slots = plan.requests[:, 0].astype(np.int64)
+    state.table.commit(slots, plan.requests[:, 5])
+    state.table.forget_references(plan.generation)
+    state.committed = plan.generation
+    faulty = {int(slots[index]) for index in result.faults[:, 0]}
+    scored = _prompt_logprobs(state, flight, result)
+    _commit_tokens(state, flight, result, faulty, scored)
+    for slot in faulty:
+        record = state.by_slot[slot]
+        state.end(
+            record,
+            error=InternalFault(ErrorCode.NUMERIC_FAULT, "the model produced logits that are not finite"),
+        )
+    for slot, generation, intact in result.copied.tolist():
+        job = residency.finish_load(state, slot, generation, bool(intact))
+        admission.loaded(state, job, bool(intact))
+    settle_slots(state, slots)
+    _emit_iteration(state, flight, result)
+
+
+def _check(flight: Flight, result: StepResult) -> None:
+    plan = flight.plan
+    if result.generation != plan.generation:
+        raise InternalFault(
+            ErrorCode.RESULT_MALFORMED, f"result of plan {result.generation} came for plan {plan.generation}"
+        )
+    if result.tokens.size != len(plan.samples) or result.logprob_indptr.size != len(plan.samples) + 1:
+        raise InternalFault(
+            ErrorCode.RESULT_MALFORMED, f"{result.tokens.size} tokens came for {len(plan.samples)} samples"
+        )
+    if result.prompt_logprob_indptr.size != len(plan.prompt_logprobs) + 1:
+        raise InternalFault(ErrorCode.RESULT_MALFORMED, "prompt log probabilities disagree with the plan")
+
+
+def _logprobs(indptr: I32, ids: I32, values: I32, index: int) -> TokenLogprobs:
+    lo, hi = int(indptr[index]), int(indptr[index + 1])
+    return TokenLogprobs(tuple(ids[lo:hi].tolist()), tuple(bits_float(values[lo:hi]).tolist()))
+
+
+def _prompt_logprobs(
+    state: EngineState, flight: Flight, result: StepResult
+) -> dict[int, list[TokenLogprobs]]:
+    """Prompt log probabilities by request slot, in position order."""
+    out: dict[int, list[TokenLogprobs]] = {}
+    plan = flight.plan
+    for index in range(len(plan.prompt_logprobs)):
+        slot = int(plan.requests[plan.prompt_logprobs[index, 1], 0])
+        entry = _logprobs(
+            result.prompt_logprob_indptr, result.prompt_logprob_ids, result.prompt_logprob_values, index
+        )
+        out.setdefault(slot, []).append(entry)
+        state.table.scored[slot] += 1
+    return out
+
+
+def _commit_tokens(
+    state: EngineState,
+    flight: Flight,
+    result: StepResult,
+    faulty: set[int],
+    scored: dict[int, list[TokenLogprobs]],
+) -> None:
+    """Append tokens to live requests, send them, and end the requests that they finish."""
+    plan, table = flight.plan, state.table
+    slots = plan.requests[plan.samples[:, 1], 0].astype(np.int64)
+    alive = np.array(
+        [slot not in faulty and _live(state, slot) is not None for slot in slots.tolist()], dtype=np.bool_
+    )
+    table.commit_tokens(slots[alive], result.tokens[alive])
+    for index in np.flatnonzero(alive).tolist():
+        slot, token = int(slots[index]), int(result.tokens[index])
+        record = state.by_slot[slot]
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if plan.samples[index, 3] >= 0:
+            logprobs = (_logprobs(result.logprob_indptr, result.logprob_ids, result.logprob_values, index),)
+        state.outbox.append(Tokens(record.request_id, (token,), logprobs, tuple(scored.pop(slot, ()))))
+        _count_output(state, record, token)
+    for slot, entries in scored.items():
+        owner = _live(state, slot)
+        if owner is not None:
+            state.outbox.append(Tokens(owner.request_id, (), (), tuple(entries)))
+
+
+def _live(state: EngineState, slot: int) -> RequestRecord | None:
+    """The request that runs in `slot` and has not ended."""
+    record = state.by_slot.get(slot)
+    return record if record is not None and record.request_id in state.records else None
+
+
+def _count_output(state: EngineState, record: RequestRecord, token: int) -> None:
+    record.outputs += 1
+    if not record.first_token:
+        record.first_token = True
+        now = state.clock.now_ns()
+        state.emit(FirstToken(now, record.request_id, now - record.arrival_ns))
+    if token in record.stop_ids:
+        state.end(record, reason=FinishReason.STOP, stop_token=token)
+    elif record.outputs >= record.sampling.max_tokens:
+        state.end(record, reason=FinishReason.LENGTH)
+
+
+def settle_slots(state: EngineState, slots: Slots) -> None:
+    """Free ended requests and carry out preemptions that waited for this commit."""
+    for slot in slots.tolist():
+        record = state.by_slot.get(slot)
+        if record is None or state.table.inflight[slot]:
+            continue
+        if record.request_id not in state.records:
+            state.settle(record)
+        elif record.preempting:
+            growth.preempt(state, record)
+
+
+def _emit_iteration(state: EngineState, flight: Flight, result: StepResult) -> None:
+    plan = flight.plan
+    ranks = np.array(
+        [state.entry_of_slot[slot].rank_sum for slot in plan.group_adapters.tolist()], dtype=np.int64
+    )
+    state.emit(
+        IterationCompleted(
+            at_ns=state.clock.now_ns(),
+            step=plan.generation,
+            prefill_rows=plan.doff,
+            decode_rows=plan.rows - plan.doff,
+            requests=len(plan.requests),
+            distinct_adapters=int(plan.group_adapters.size),
+            runs_before=flight.runs_before,
+            runs=int(plan.segment_adapters.size),
+            rank_rows=int((ranks * np.diff(plan.group_offsets)).sum()) if ranks.size else 0,
+            sampled=len(plan.samples),
+            free_pages=state.pool.free,
+            plan_ns=flight.plan_ns,
+            execute_ns=result.execute_us * 1000,
+            waiting=len(state.queue),
+        )
+    )
+
+
+def undo(state: EngineState, failed: list[tuple[Flight, str]]) -> None:
+    """Roll back plans that did not run, oldest first, and end the requests of those that failed for good."""
+    for flight, message in failed:
+        plan = flight.plan
+        slots: Slots = plan.requests[:, 0].astype(np.int64)
+        samples = np.zeros(len(plan.requests), dtype=np.bool_)
+        samples[plan.samples[:, 1]] = True
+        state.table.rollback_planned(slots, plan.requests[:, 5], samples)
+        state.table.forget_references(plan.generation)
+        state.committed = max(state.committed, plan.generation)
+        code, _, text = message.partition(": ")
+        known = code if code in ErrorCode._value2member_map_ else ErrorCode.BACKEND_FAILED.value
+        now = state.clock.now_ns()
+        if ErrorCode(known) in STALE:
+            state.emit(PlanDiscarded(now, plan.generation, known, text))
+        else:
+            state.emit(StepFailed(now, plan.generation, known, text or message, len(plan.requests)))
+            _end_all(state, slots, ErrorCode(known), text or message)
+        settle_slots(state, slots)
+    for flight, _ in reversed(failed):
+        state.deltas.restore(flight.deltas)
+
+
+def _end_all(state: EngineState, slots: Slots, code: ErrorCode, message: str) -> None:
+    for slot in slots.tolist():
+        record = _live(state, slot)
+        if record is not None:
+            state.end(record, error=error_for(code, f"the step that served the request failed: {message}"))

@@ -1,0 +1,63 @@
+"""Fixed sizes of one engine. Parsed and checked elsewhere; here they are just numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loraplex.core import limits
+from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.layout import KvShape
+from loraplex.core.plan_check import PlanBounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Sizes that the control plane plans with.
+
+    num_pages: pages of the pool, the null page included. max_model_len: positions of one request. token_budget: rows of
+    one iteration. depth: plans launched ahead of the newest commit, 0 or 1. copies_on_compute_stream: adapter copies
+    are ordered with compute, so that a freed page may be overwritten at once. scrub: freed pages are filled with 0xFF
+    (tests). vocab_size: ids the model knows.
+    """
+
+    kv: KvShape
+    num_pages: int
+    max_requests: int
+    max_model_len: int
+    token_budget: int
+    vocab_size: int
+    depth: int = 1
+    max_adapter_slots: int = 1025
+    max_waiting: int = limits.MAX_WAITING_REQUESTS
+    growth_horizon: int = limits.GROWTH_HORIZON_TOKENS
+    copies_on_compute_stream: bool = True
+    scrub: bool = False
+
+    def __post_init__(self) -> None:
+        if self.depth not in (0, 1):
+            raise CallerError(ErrorCode.CONFIG_INVALID, f"pipeline depth must be 0 or 1, got {self.depth}")
+        for name in ("max_requests", "max_model_len", "token_budget", "vocab_size", "max_adapter_slots"):
+            if getattr(self, name) < 1:
+                raise CallerError(
+                    ErrorCode.CONFIG_INVALID, f"{name} must be at least 1, got {getattr(self, name)}"
+                )
+        if self.num_pages < 2:
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID, f"the pool has {self.num_pages} pages; at least 2 are needed"
+            )
+
+    @property
+    def max_pages_per_request(self) -> int:
+        """Page-table entries of one request."""
+        return self.kv.pages_for(self.max_model_len)
+
+    @property
+    def bounds(self) -> PlanBounds:
+        """What a plan is checked against."""
+        return PlanBounds(
+            max_requests=self.max_requests,
+            max_adapter_slots=self.max_adapter_slots,
+            num_pages=self.num_pages,
+            max_pages_per_request=self.max_pages_per_request,
+            vocab_size=self.vocab_size,
+        )

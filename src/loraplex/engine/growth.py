@@ -1,0 +1,80 @@
+"""reserve: every selected row gets a page for its position, or leaves the selection.
+
+Oldest requests get pages first. When the pool runs out, idle adapters go, then the youngest running request is
+preempted: its pages return, its tokens stay, and it is computed again later with equal output. Nothing is dropped.
+
+Specification: 0x05 (joint pressure), DESIGN 4 "Frontiers and depth", "Leases".
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from loraplex.core.events import RequestPreempted
+from loraplex.engine import residency
+from loraplex.engine.records import Phase, RequestRecord
+from loraplex.engine.state import EngineState
+from loraplex.memory.pages import PageState
+from loraplex.schedule.select import Selection
+
+
+def reserve(state: EngineState, selection: Selection) -> Selection:
+    """The part of `selection` whose rows all have pages."""
+    table, kv = state.table, state.limits.kv
+    ends = table.planned[selection.slots] + selection.rows
+    need = -(-ends // kv.page_tokens) - table.pages[selection.slots]
+    keep = np.ones(selection.slots.size, dtype=np.bool_)
+    for index in np.flatnonzero(need > 0).tolist():
+        slot = int(selection.slots[index])
+        if table.stopping[slot] or slot not in state.by_slot:
+            continue
+        keep[index] = _give(state, slot, int(need[index]))
+    alive = table.active[selection.slots] & ~table.stopping[selection.slots]
+    return selection.keep(keep & alive)
+
+
+def _give(state: EngineState, slot: int, count: int) -> bool:
+    while state.pool.free < count:
+        if residency.evict_for(state, count - state.pool.free):
+            continue
+        if not _preempt_younger(state, slot):
+            return False
+    txn = state.next_transaction()
+    pages = state.pool.reserve(count, txn)
+    state.pool.own(pages, txn, PageState.KV, slot, int(state.table.incarnation[slot]))
+    state.deltas.page_table(state.table.add_pages(slot, pages))
+    return True
+
+
+def _preempt_younger(state: EngineState, slot: int) -> bool:
+    """Preempt the youngest request behind `slot`; False when none can give pages in this step."""
+    if any(record.preempting for record in state.by_slot.values()):
+        return False
+    order = state.table.order[slot]
+    younger = [r for r in state.by_slot.values() if r.ticket.order > order and r.phase is Phase.RUNNING]
+    if not younger:
+        return False
+    victim = max(younger, key=lambda r: r.ticket.order)
+    if state.table.inflight[victim.slot]:
+        victim.preempting = True
+        state.table.stopping[victim.slot] = True
+        return False
+    preempt(state, victim)
+    return True
+
+
+def preempt(state: EngineState, record: RequestRecord) -> None:
+    """Take a running request off the device; it waits again with its arrival, tokens and revision lease."""
+    table, slot = state.table, record.slot
+    record.tokens = table.known_tokens(slot)
+    record.scored = int(table.scored[slot])
+    state.emit(
+        RequestPreempted(
+            state.clock.now_ns(), record.request_id, int(table.pages[slot]), int(table.committed[slot])
+        )
+    )
+    state.release_slot(record)
+    record.preempting = False
+    record.phase = Phase.WAITING
+    state.preemptions += 1
+    state.queue.push(record.ticket)

@@ -1,0 +1,151 @@
+"""drain: messages from clients become state. Every refusal is typed and changes nothing."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import numpy as np
+
+from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault, LoraplexError
+from loraplex.core.events import RequestQueued
+from loraplex.core.messages import (
+    Abort,
+    Ended,
+    Finish,
+    Inspect,
+    RegisterAdapter,
+    RemoveAdapter,
+    Reply,
+    Submit,
+    ToEngine,
+)
+from loraplex.core.packed import I32
+from loraplex.core.request import FinishReason
+from loraplex.engine import residency
+from loraplex.engine.inspect import inspect_engine
+from loraplex.engine.records import RequestRecord
+from loraplex.engine.state import EngineState
+from loraplex.memory.leases import RevisionLease
+from loraplex.memory.residency import AdapterEntry
+from loraplex.schedule.queue import Ticket
+
+
+def handle(state: EngineState, message: ToEngine) -> None:
+    """Apply one message; a typed refusal becomes the answer."""
+    match message:
+        case Submit():
+            try:
+                submit(state, message)
+            except LoraplexError as error:
+                state.outbox.append(Ended(message.request_id, code=error.code.value, message=error.message))
+        case Abort():
+            record = state.records.get(message.request_id)
+            if record is not None:
+                code = ErrorCode.SLOW_CLIENT if message.slow else ErrorCode.ABORTED
+                state.end(record, error=CallerError(code, "the client withdrew the request"))
+        case Finish():
+            record = state.records.get(message.request_id)
+            if record is not None:
+                record.outputs = min(record.outputs, message.tokens)
+                state.end(record, reason=FinishReason.STOP)
+        case RegisterAdapter() | RemoveAdapter() | Inspect():
+            try:
+                _call(state, message)
+            except LoraplexError as error:
+                state.outbox.append(Reply(message.call_id, error.code.value, error.message))
+        case _:
+            assert_never(message)
+
+
+def _call(state: EngineState, message: RegisterAdapter | RemoveAdapter | Inspect) -> None:
+    match message:
+        case RegisterAdapter():
+            residency.register(state, message)
+        case RemoveAdapter():
+            residency.remove(state, message)
+        case Inspect():
+            state.outbox.append(Reply(message.call_id, body=inspect_engine(state)))
+
+
+def submit(state: EngineState, message: Submit) -> None:
+    """Enqueue a request: check it, take its revision lease, give it its place."""
+    prompt = np.frombuffer(message.prompt, dtype="<i4").astype(np.int32)
+    entry = _feasible(state, message, prompt)
+    if len(state.queue) >= state.limits.max_waiting:
+        raise CapacityError(
+            ErrorCode.QUEUE_FULL, f"{len(state.queue)} requests are waiting, the limit; try again later"
+        )
+    state.arrivals += 1
+    sampling = message.sampling
+    record = RequestRecord(
+        request_id=message.request_id,
+        adapter=message.adapter,
+        tenant=message.tenant,
+        arrival_ns=message.arrival_ns or state.clock.now_ns(),
+        deadline_ns=message.deadline_ns,
+        ticket=Ticket(message.priority, state.arrivals, message.request_id),
+        sampling=sampling,
+        stop_ids=frozenset(sampling.stop_token_ids),
+        prompt_tokens=int(prompt.size),
+        tokens=prompt,
+        revision=RevisionLease.take(entry) if entry is not None else None,
+    )
+    state.records[record.request_id] = record
+    state.queue.push(record.ticket)
+    state.emit(
+        RequestQueued(
+            state.clock.now_ns(), record.request_id, record.adapter, record.tenant, record.prompt_tokens
+        )
+    )
+
+
+def _feasible(state: EngineState, message: Submit, prompt: I32) -> AdapterEntry | None:
+    """Whether the empty engine could serve the request (0x09B's first predicate); its adapter's entry."""
+    limits = state.limits
+    if message.request_id in state.records:
+        raise CallerError(ErrorCode.DUPLICATE_REQUEST, f"request id {message.request_id!r} is already in use")
+    if prompt.size == 0:
+        raise CallerError(
+            ErrorCode.EMPTY_PROMPT, "the prompt has no tokens; give at least one", param="prompt"
+        )
+    if int(prompt.min()) < 0 or int(prompt.max()) >= limits.vocab_size:
+        worst = int(prompt.max()) if int(prompt.max()) >= limits.vocab_size else int(prompt.min())
+        raise CallerError(
+            ErrorCode.TOKEN_OUT_OF_RANGE,
+            f"token id {worst} lies outside the vocabulary of {limits.vocab_size}",
+            param="prompt",
+        )
+    total = int(prompt.size) + message.sampling.max_tokens
+    if message.sampling.max_tokens < 1:
+        raise InternalFault(
+            ErrorCode.PLAN_MALFORMED, f"max_tokens is {message.sampling.max_tokens}, at least 1 needed"
+        )
+    if total > limits.max_model_len:
+        raise CallerError(
+            ErrorCode.CONTEXT_TOO_LONG,
+            f"{prompt.size} prompt tokens and {message.sampling.max_tokens} output tokens make {total}, "
+            f"the context holds {limits.max_model_len}",
+            param="max_tokens",
+        )
+    for token in (*message.sampling.stop_token_ids, *(t for t, _ in message.sampling.logit_bias)):
+        if not 0 <= token < limits.vocab_size:
+            raise CallerError(
+                ErrorCode.TOKEN_OUT_OF_RANGE,
+                f"token id {token} lies outside the vocabulary of {limits.vocab_size}",
+            )
+    entry = None
+    if message.adapter is not None:
+        entry = state.adapters.get(message.adapter)
+        if entry is None or entry.removing:
+            raise CallerError(
+                ErrorCode.ADAPTER_NOT_FOUND,
+                f"adapter {message.adapter[:12]} is not registered",
+                param="model",
+            )
+    pages = limits.kv.pages_for(total) + (entry.page_count if entry is not None else 0)
+    if pages > state.pool.usable:
+        raise CallerError(
+            ErrorCode.REQUEST_EXCEEDS_POOL,
+            f"the request needs {pages} pages, the pool has {state.pool.usable}; shorten it or enlarge the pool",
+        )
+    return entry

@@ -1,0 +1,101 @@
+"""plan and execute: a selection becomes a frozen plan, is validated against current state, and is launched.
+
+Launch validation compares every generation that the plan observed with its owner's (0x01G): request incarnation and
+planned frontier, adapter slot and its lease. A plan that no longer fits is discarded before anything moved.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.events import PlanDiscarded
+from loraplex.core.plan import BatchPlan
+from loraplex.core.plan_check import check_plan
+from loraplex.core.ports import Backend
+from loraplex.engine.state import EngineState, Flight
+from loraplex.memory.pages import PageState
+from loraplex.schedule.packing import run_boundaries
+from loraplex.schedule.planner import plan_selection
+from loraplex.schedule.select import Selection
+
+
+def make_flight(state: EngineState, selection: Selection) -> Flight | None:
+    """Plan the selection and the pending deltas; None when there is neither."""
+    if not selection.slots.size and not state.deltas:
+        return None
+    started = state.clock.now_ns()
+    deltas = state.deltas.take(state.table)
+    plan = plan_selection(
+        state.table,
+        selection,
+        generation=state.launched + 1,
+        newest_launched=state.newest_in_flight,
+        deltas=deltas,
+    )
+    _, before = run_boundaries(np.repeat(state.table.adapter_slot[selection.slots], selection.rows))
+    return Flight(plan, selection, deltas, state.clock.now_ns() - started, int(before.size))
+
+
+def launch(state: EngineState, backend: Backend, flight: Flight) -> bool:
+    """Validate and launch; False when the plan was discarded and must be built again."""
+    plan = flight.plan
+    try:
+        check_plan(plan, state.limits.bounds)
+        validate_launch(state, plan)
+    except InternalFault as fault:
+        state.emit(PlanDiscarded(state.clock.now_ns(), plan.generation, fault.code.value, fault.message))
+        state.deltas.restore(flight.deltas)
+        if fault.code not in _REBUILDABLE:
+            raise
+        return False
+    backend.launch(plan.pack())
+    state.launched = plan.generation
+    selection = flight.selection
+    state.table.advance_planned(selection.slots, selection.rows, selection.samples)
+    samplers = plan.requests[plan.samples[:, 1], 0].astype(np.int64)
+    state.table.note_samples(selection.slots, samplers, plan.generation)
+    for slot in plan.group_adapters.tolist():
+        state.entry_of_slot[slot].last_plan = plan.generation
+    state.flights.append(flight)
+    return True
+
+
+_REBUILDABLE = frozenset(
+    {ErrorCode.STALE_REQUEST_GENERATION, ErrorCode.STALE_SLOT_GENERATION, ErrorCode.STALE_KV_FRONTIER}
+)
+
+
+def validate_launch(state: EngineState, plan: BatchPlan) -> None:
+    """Compare each generation in the plan with its owner's; raises the stale component's code."""
+    table, requests = state.table, plan.requests
+    slots = requests[:, 0]
+    live = table.active[slots] & ~table.stopping[slots]
+    if not live.all() or not np.array_equal(table.incarnation[slots], requests[:, 1]):
+        raise InternalFault(
+            ErrorCode.STALE_REQUEST_GENERATION, "a planned request has ended or was preempted"
+        )
+    if not np.array_equal(table.planned_generation[slots], requests[:, 6]) or not np.array_equal(
+        table.planned[slots], requests[:, 4]
+    ):
+        raise InternalFault(
+            ErrorCode.STALE_KV_FRONTIER, "a request's planned frontier moved since the plan was made"
+        )
+    ends = requests[:, 4] + requests[:, 5]
+    if (table.pages[slots] * state.limits.kv.page_tokens < ends).any():
+        raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a row has no page for its position")
+    for slot, _, adapter, generation in requests[:, :4].tolist():
+        lease = state.by_slot[slot].lease
+        leased = (lease.slot, lease.generation) if lease is not None else (0, 0)
+        if leased != (adapter, generation) or (lease is not None and not lease.valid):
+            raise InternalFault(
+                ErrorCode.STALE_SLOT_GENERATION,
+                f"request slot {slot} leased adapter slot {leased}, the plan names {(adapter, generation)}",
+            )
+    owned = table.page_table[plan.page_deltas[:, 0], plan.page_deltas[:, 1]]
+    if not np.array_equal(owned, plan.page_deltas[:, 2]):
+        raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a page delta disagrees with its request's page table")
+    for slot in np.unique(plan.page_deltas[:, 0]).tolist():
+        pages = table.owned_pages(slot)
+        if not state.pool.owners(pages, PageState.KV, slot, int(table.incarnation[slot])):
+            raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, f"request slot {slot} does not own its pages")

@@ -1,0 +1,141 @@
+"""All state of one engine, and the few primitives that more than one step call needs.
+
+Nothing here waits, and nothing here knows a backend: the calls of `step.py` read and change this in turn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from loraplex.core.errors import LoraplexError
+from loraplex.core.events import Event, RequestFinished
+from loraplex.core.messages import Ended, FromEngine
+from loraplex.core.packed import I32
+from loraplex.core.plan import BatchPlan
+from loraplex.core.ports import Clock
+from loraplex.engine.config import EngineLimits
+from loraplex.engine.deltas import PendingDeltas
+from loraplex.engine.records import LoadJob, Phase, RequestRecord
+from loraplex.memory.pages import PagePool, PageState
+from loraplex.memory.residency import AdapterEntry, SlotDirectory
+from loraplex.schedule.packing import Deltas
+from loraplex.schedule.queue import WaitingQueue
+from loraplex.schedule.running import RunningTable
+from loraplex.schedule.select import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A launched plan that is not committed yet, with what undoes it."""
+
+    plan: BatchPlan
+    selection: Selection
+    deltas: Deltas
+    plan_ns: int
+    runs_before: int
+
+
+class EngineState:
+    """Pool, adapters, requests, queue, flights, outgoing messages and events."""
+
+    def __init__(self, limits: EngineLimits, clock: Clock) -> None:
+        self.limits = limits
+        self.clock = clock
+        self.pool = PagePool(limits.num_pages, limits.kv.page_bytes)
+        self.directory = SlotDirectory(limits.max_adapter_slots)
+        self.table = RunningTable(limits.max_requests, limits.max_pages_per_request)
+        self.queue = WaitingQueue()
+        self.records: dict[str, RequestRecord] = {}
+        self.by_slot: dict[int, RequestRecord] = {}
+        self.adapters: dict[str, AdapterEntry] = {}
+        self.departing: list[tuple[AdapterEntry, int]] = []
+        self.entry_of_slot: dict[int, AdapterEntry] = {}
+        self.loads: dict[tuple[int, int], LoadJob] = {}
+        self.flights: deque[Flight] = deque()
+        self.deltas = PendingDeltas()
+        self.outbox: list[FromEngine] = []
+        self.events: list[Event] = []
+        self.launched = 0
+        self.committed = 0
+        self.arrivals = 0
+        self.transactions = 0
+        self.preemptions = 0
+
+    def next_transaction(self) -> int:
+        """A fresh transaction number."""
+        self.transactions += 1
+        return self.transactions
+
+    @property
+    def newest_in_flight(self) -> int:
+        """Generation of the newest launched plan that is not committed, 0 when there is none."""
+        return self.flights[-1].plan.generation if self.flights else 0
+
+    @property
+    def copy_fence(self) -> int:
+        """Newest launch whose pages a copy may overwrite."""
+        return self.launched if self.limits.copies_on_compute_stream else self.committed
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do without a new message."""
+        return bool(self.records or self.flights or self.deltas or self.loads or self.departing)
+
+    def emit(self, event: Event) -> None:
+        """Append to the event spine; published at the end of the step."""
+        self.events.append(event)
+
+    def free_pages(self, pages: I32, kind: PageState, owner: int, generation: int) -> None:
+        """Give an object's pages back to the pool, scrubbed first where tests ask for it."""
+
+        self.pool.release(pages, kind, owner, generation, self.launched)
+        if self.limits.scrub:
+            self.deltas.scrub(pages)
+
+    def release_slot(self, record: RequestRecord) -> None:
+        """Free a running request's slot, pages and slot lease; nothing of it may be in flight."""
+        slot = record.slot
+        pages = self.table.owned_pages(slot)
+        incarnation = int(self.table.incarnation[slot])
+        self.table.close(slot)
+        del self.by_slot[slot]
+        record.slot = -1
+        if pages.size:
+            self.free_pages(pages, PageState.KV, slot, incarnation)
+        if record.lease is not None:
+            record.lease.release(self.launched)
+            record.lease = None
+
+    def end(self, record: RequestRecord, *, reason: str | None = None, error: LoraplexError | None = None,
+            stop_token: int | None = None) -> None:  # fmt: skip
+        """End a request, once: its `Ended` message and event go out, its resources as soon as nothing is in flight."""
+        if record.phase is Phase.ENDED:
+            return
+        was, record.phase = record.phase, Phase.ENDED
+        del self.records[record.request_id]
+        self.queue.discard(record.request_id)
+        code = error.code.value if error is not None else None
+        message = error.message if error is not None else ""
+        self.outbox.append(Ended(record.request_id, reason, stop_token, code, message))
+        now = self.clock.now_ns()
+        self.emit(
+            RequestFinished(
+                now, record.request_id, record.adapter, record.tenant, reason or code or "", record.prompt_tokens,
+                record.outputs, now - record.arrival_ns,
+            )
+        )  # fmt: skip
+        if was is Phase.RUNNING:
+            self.table.stopping[record.slot] = True
+        elif was is Phase.LOADING and record.transaction is not None:
+            record.transaction.release_kv(self.launched)
+        self.settle(record)
+
+    def settle(self, record: RequestRecord) -> None:
+        """Let go of an ended request's slot and leases once nothing of it is in flight."""
+        if record.slot >= 0:
+            if self.table.inflight[record.slot]:
+                return
+            self.release_slot(record)
+        if record.revision is not None and record.revision.open:
+            record.revision.release()

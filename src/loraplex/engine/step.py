@@ -1,0 +1,123 @@
+"""The engine's step, as seven named calls. Read this first.
+
+    drain    messages from clients become state
+    admit    requests at the head of the queue get slot, pages and leases, or start a load
+    reserve  selected rows get pages; the pool's pressure is resolved here
+    plan     the selection becomes a frozen, packed plan
+    execute  the plan is validated against current state and launched
+    commit   the oldest launched plan's result becomes state, once enough plans are in flight
+    publish  messages and events leave
+
+At depth 0 a plan is committed in the step that launched it. At depth 1 the next one is planned and launched first,
+with references to tokens that are still on the device; what takes pages or slots away waits for the commit.
+
+Synchronous and deterministic: everything outside comes through ports.
+"""
+
+from __future__ import annotations
+
+from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.plan import StepResult
+from loraplex.core.ports import Backend, Clock, EventSink, Mailbox
+from loraplex.engine import admission, commit, growth, intake, launch, residency
+from loraplex.engine.config import EngineLimits
+from loraplex.engine.state import EngineState, Flight
+from loraplex.schedule.select import Selection, select_rows
+
+
+class Engine:
+    """One worker's control plane: requests and adapters in, plans out, tokens back."""
+
+    def __init__(
+        self, limits: EngineLimits, backend: Backend, mailbox: Mailbox, clock: Clock, events: EventSink
+    ) -> None:
+        self.state = EngineState(limits, clock)
+        self._backend = backend
+        self._mailbox = mailbox
+        self._events = events
+
+    def step(self, wait: bool = False) -> bool:
+        """One iteration. wait: block for a message when there is nothing else to do. Whether anything moved."""
+        moved = self._drain(wait and not self.state.busy)
+        self._admit()
+        selection = self._reserve()
+        flight = self._plan(selection)
+        launched = self._execute(flight)
+        committed = self._commit(launched)
+        published = self._publish()
+        return moved or launched or committed or published
+
+    def _drain(self, wait: bool) -> bool:
+        messages = self._mailbox.receive(wait)
+        for message in messages:
+            intake.handle(self.state, message)
+        return bool(messages)
+
+    def _admit(self) -> None:
+        admission.admit(self.state)
+
+    def _reserve(self) -> Selection:
+        selection = select_rows(self.state.table, self.state.limits.token_budget)
+        return growth.reserve(self.state, selection)
+
+    def _plan(self, selection: Selection) -> Flight | None:
+        return launch.make_flight(self.state, selection)
+
+    def _execute(self, flight: Flight | None) -> bool:
+        return flight is not None and launch.launch(self.state, self._backend, flight)
+
+    def _commit(self, launched: bool) -> bool:
+        """Commit until at most `depth` plans are in flight, or none when nothing was launched."""
+        allowed = self.state.limits.depth if launched else 0
+        committed = False
+        while len(self.state.flights) > allowed:
+            committed = True
+            if not self._commit_oldest():
+                break
+        residency.finish_departures(self.state)
+        return committed
+
+    def _commit_oldest(self) -> bool:
+        """Commit one plan; when it failed, roll back every plan in flight and return False."""
+        result = StepResult.unpack(self._backend.collect())
+        flight = self.state.flights.popleft()
+        if not result.error.size:
+            commit.apply_result(self.state, flight, result)
+            return True
+        failed = [(flight, result.error_message)]
+        while self.state.flights:
+            later = StepResult.unpack(self._backend.collect())
+            flight = self.state.flights.popleft()
+            if later.error.size:
+                failed.append((flight, later.error_message))
+            else:
+                commit.apply_result(self.state, flight, later)
+        commit.undo(self.state, failed)
+        return False
+
+    def _publish(self) -> bool:
+        state = self.state
+        outbox, state.outbox = state.outbox, []
+        events, state.events = state.events, []
+        for event in events:
+            self._events.emit(event)
+        if outbox:
+            self._mailbox.send(outbox)
+        return bool(outbox)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request, load or plan is under way."""
+        return not self.state.busy
+
+    def check(self) -> None:
+        """Integrity when idle: pages conserved, no leases or slots left behind. Raises the broken invariant."""
+        state = self.state
+        state.pool.check()
+        counts = state.pool.counts()
+        resident = sum(int(entry.pages.size) for entry in state.adapters.values())
+        if self.idle and (counts.kv or counts.reserved or counts.adapter != resident or state.by_slot):
+            raise InternalFault(
+                ErrorCode.PAGE_CONSERVATION,
+                f"pages or slots leaked while idle: {counts}, {resident} adapter pages",
+            )
