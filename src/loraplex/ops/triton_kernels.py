@@ -208,6 +208,19 @@ def shrink_kernel(
 
 
 @triton.jit
+def _add_product(acc, z, b, F32_DOT: tl.constexpr):
+    """acc + B^T-tile x Z-tile, transposed: [BN, BM] += b [16, BN]^T z [BM, 16]^T, Z rounded to the factors' type.
+
+    Columns are the long side of the matrix instruction, so that a block of 8 rows wastes nothing.
+    """
+    left = tl.trans(b)
+    right = tl.trans(z.to(b.dtype))
+    if F32_DOT:
+        return acc + tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+    return tl.dot(left, right, acc, input_precision="ieee")
+
+
+@triton.jit
 def _z_tile(z_ptr, z_row, i, mine, s, rank, Z_SPLITS: tl.constexpr, SPLITS: tl.constexpr):
     """Z of one rank tile, [BM, 16] float32: the partial sums added in one order."""
     at = (z_row + i).to(tl.int64)[:, None, None] * (Z_SPLITS * TILE) + s[None, :, None] * TILE + rank[None, None, :]
@@ -274,7 +287,7 @@ def expand_kernel(
             keep = mine[:, None] & inside[None, :]
             y_at = y_ptr + (rows * y_stride + column0)[:, None] + n[None, :]
             y = tl.load(y_at, mask=keep, other=0.0)
-            acc = tl.zeros([BM, BN], dtype=tl.float32)
+            acc = tl.zeros([BN, BM], dtype=tl.float32)
             z = _z_tile(z_ptr, z_row, i, mine & (ranks > 0), s, rank, Z_SPLITS, SPLITS)
             for done in tl.range(16, ranks, 16, num_stages=1):
                 live = rank < ranks - done
@@ -285,17 +298,11 @@ def expand_kernel(
                 )
                 z_row += count
                 next_z = _z_tile(z_ptr, z_row, i, mine, s, rank, Z_SPLITS, SPLITS)
-                if F32_DOT:
-                    acc += tl.dot(z.to(b.dtype).to(tl.float32), b.to(tl.float32), input_precision="ieee")
-                else:
-                    acc = tl.dot(z.to(b.dtype), b, acc, input_precision="ieee")
+                acc = _add_product(acc, z, b, F32_DOT)
                 b = next_b
                 z = next_z
-            if F32_DOT:
-                acc += tl.dot(z.to(b.dtype).to(tl.float32), b.to(tl.float32), input_precision="ieee")
-            else:
-                acc = tl.dot(z.to(b.dtype), b, acc, input_precision="ieee")
-            out = y.to(tl.float32) + acc * scale
+            acc = _add_product(acc, z, b, F32_DOT)
+            out = y.to(tl.float32) + tl.trans(acc) * scale
             if VECTORS:
                 if flags > 0:
                     index = tl.load(record64_ptr + at * (EXPAND_WORDS // 2) + 3)

@@ -61,7 +61,7 @@ class Tuning:
 
 
 DECODE: Final = Tuning(
-    block_rows=16, splits=16, chunk_floor=64, max_bk=1024, bn=256, shrink_warps=4, expand_warps=4, shrink_ctas=8, expand_ctas=8
+    block_rows=8, splits=16, chunk_floor=64, max_bk=1024, bn=256, shrink_warps=4, expand_warps=4, shrink_ctas=8, expand_ctas=8
 )
 PREFILL: Final = Tuning(
     block_rows=64, splits=4, chunk_floor=128, max_bk=128, bn=128, shrink_warps=4, expand_warps=4, shrink_ctas=3, expand_ctas=6, stages=4
