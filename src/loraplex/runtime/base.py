@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex.artifact.base import BaseModules, BaseTensors
+from loraplex.artifact.checkpoint import CheckpointTensors
+from loraplex.artifact.identify import target_map
 from loraplex.artifact.tensors import Dtype
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ids import Module
@@ -28,14 +30,19 @@ _CHUNK: Final = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """modules: adaptable modules. abi: H_base. kv: KV geometry of a page. dtype: element type of factors and KV."""
+    """modules: adaptable modules. identity: H_base's record. kv: KV geometry of a page. dtype: element type of factors and KV."""
 
     spec: DecoderSpec
     modules: BaseModules
-    abi: str
+    identity: BaseAbi
     kv: KvShape
     dtype: Dtype
     tensors: BaseTensors | None = None
+
+    @property
+    def abi(self) -> str:
+        """H_base."""
+        return self.identity.digest
 
     @property
     def geometry(self) -> PageGeometry:
@@ -81,13 +88,14 @@ def describe_base(folder: Path, dtype: Dtype, page_tokens: int, *, dummy: bool =
     spec = spec_from_config(config)
     modules = base_modules(spec)
     weights = digest({"dummy": True}) if dummy else hash_weights(folder)
-    abi = BaseAbi(
+    identity = BaseAbi(
         weights=weights,
         config=digest({"spec": _plain(spec)}),
         transforms=digest({"revision": WEIGHT_TRANSFORM_REVISION}),
-        target_map=digest({m.name: [m.layer, int(m.module), m.d_in, m.d_out] for m in modules.modules()}),
-    ).digest
-    return BaseModel(spec, modules, abi, spec.kv_shape(dtype.itemsize, page_tokens), dtype)
+        target_map=target_map(modules),
+    )
+    tensors = None if dummy else CheckpointTensors(folder, modules)
+    return BaseModel(spec, modules, identity, spec.kv_shape(dtype.itemsize, page_tokens), dtype, tensors)
 
 
 def hash_weights(folder: Path) -> str:
