@@ -9,12 +9,17 @@ __version__ = "0.1.0"
 
 __all__ = ["LLM", "LoraplexError", "RequestOutput", "SamplingParams", "__version__"]
 
-_HOMES = {"LLM": "api", "RequestOutput": "api", "SamplingParams": "core.request", "LoraplexError": "core.errors"}
+_HOMES = {
+    "LLM": "api",
+    "RequestOutput": "api",
+    "SamplingParams": "core.request",
+    "LoraplexError": "core.errors",
+}
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'loraplex' has no attribute {name!r}")
-    from importlib import import_module  # noqa: PLC0415
+    from importlib import import_module
 
     return getattr(import_module(f"loraplex.{_HOMES[name]}"), name)

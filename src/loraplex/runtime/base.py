@@ -30,19 +30,14 @@ _CHUNK: Final = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """modules: adaptable modules. identity: H_base's record. kv: KV geometry of a page. dtype: element type of factors and KV."""
+    """modules: adaptable modules. abi: H_base. kv: KV geometry of a page. dtype: element type of factors and KV."""
 
     spec: DecoderSpec
     modules: BaseModules
-    identity: BaseAbi
+    abi: str
     kv: KvShape
     dtype: Dtype
     tensors: BaseTensors | None = None
-
-    @property
-    def abi(self) -> str:
-        """H_base."""
-        return self.identity.digest
 
     @property
     def geometry(self) -> PageGeometry:
@@ -88,14 +83,19 @@ def describe_base(folder: Path, dtype: Dtype, page_tokens: int, *, dummy: bool =
     spec = spec_from_config(config)
     modules = base_modules(spec)
     weights = digest({"dummy": True}) if dummy else hash_weights(folder)
-    identity = BaseAbi(
+    abi = base_identity(spec, modules, weights).digest
+    tensors = None if dummy else CheckpointTensors(folder, modules)
+    return BaseModel(spec, modules, abi, spec.kv_shape(dtype.itemsize, page_tokens), dtype, tensors)
+
+
+def base_identity(spec: DecoderSpec, modules: BaseModules, weights: str) -> BaseAbi:
+    """H_base's record. weights: digest of the weight files."""
+    return BaseAbi(
         weights=weights,
         config=digest({"spec": _plain(spec)}),
         transforms=digest({"revision": WEIGHT_TRANSFORM_REVISION}),
         target_map=target_map(modules),
     )
-    tensors = None if dummy else CheckpointTensors(folder, modules)
-    return BaseModel(spec, modules, identity, spec.kv_shape(dtype.itemsize, page_tokens), dtype, tensors)
 
 
 def hash_weights(folder: Path) -> str:

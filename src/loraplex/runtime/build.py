@@ -66,20 +66,24 @@ def build_engine(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: E
 def describe_model(config: EngineConfig) -> BaseModel:
     """The base that the configuration names, under the element type that the device can use."""
     name, _ = _dtype(config)
-    return describe_base(Path(config.model), Dtype(name), config.page_tokens, dummy=config.load_format == "dummy")
+    return describe_base(
+        Path(config.model), Dtype(name), config.page_tokens, dummy=config.load_format == "dummy"
+    )
 
 
 def _dtype(config: EngineConfig) -> tuple[str, str]:
     """Name of the element type, and a sentence on why it was chosen."""
-    import torch  # noqa: PLC0415 - torch loads only where an engine runs
+    import torch
 
-    from loraplex.model.dtypes import resolve_dtype  # noqa: PLC0415
+    from loraplex.model.dtypes import resolve_dtype
 
     dtype, sentence = resolve_dtype(config.dtype, torch.device(config.device))
     return str(dtype).removeprefix("torch."), sentence
 
 
-def make_backend(config: EngineConfig, base: BaseModel, sizes: EngineLimits) -> tuple[Backend, Callable[[], None]]:
+def make_backend(
+    config: EngineConfig, base: BaseModel, sizes: EngineLimits
+) -> tuple[Backend, Callable[[], None]]:
     """The backend that the configuration names, and what lets go of it."""
     if config.backend == "process":
         worker = ProcessBackend(config)
@@ -104,11 +108,11 @@ def _nothing() -> None:
 
 def make_runner(config: EngineConfig, base: BaseModel, sizes: EngineLimits) -> Backend:
     """Weights, pool and runner in this process. With `scrub`, the pool starts poisoned."""
-    import torch  # noqa: PLC0415
+    import torch
 
-    from loraplex.model.decoder import Decoder  # noqa: PLC0415
-    from loraplex.model.runner import ModelRunner, allocate_pool  # noqa: PLC0415
-    from loraplex.model.weights import dummy_weights, load_weights  # noqa: PLC0415
+    from loraplex.model.decoder import Decoder
+    from loraplex.model.runner import ModelRunner, allocate_pool
+    from loraplex.model.weights import dummy_weights, load_weights
 
     folder, device = Path(config.model), torch.device(config.device)
     dtype = getattr(torch, base.dtype.value)
@@ -174,10 +178,14 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
         try:
             value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         except (OSError, ValueError, AttributeError) as error:
-            raise CallerError(ErrorCode.CONFIG_INVALID, f"{path} is not a readable JSON object: {error}") from error
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID, f"{path} is not a readable JSON object: {error}"
+            ) from error
     if value is None:
         value = read_config(folder).get("eos_token_id")
     ids = [value] if isinstance(value, int) else list(value or ())
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
-        raise CallerError(ErrorCode.CONFIG_INVALID, f"eos_token_id must be an integer or a list, got {value!r}")
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID, f"eos_token_id must be an integer or a list, got {value!r}"
+        )
     return tuple(ids)

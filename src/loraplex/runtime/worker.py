@@ -31,7 +31,9 @@ class ProcessBackend:
         """Starts the worker and waits until its model is loaded; raises the typed error that it ended with."""
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
-        self._process = context.Process(target=_serve, args=(config, child), daemon=True, name="loraplex-worker")
+        self._process = context.Process(
+            target=_serve, args=(config, child), daemon=True, name="loraplex-worker"
+        )
         self._process.start()
         child.close()
         answer = self._receive()
@@ -68,7 +70,7 @@ class ProcessBackend:
 
 
 def _serve(config: EngineConfig, pipe: Connection) -> None:
-    from loraplex.runtime.build import describe_model, engine_limits, make_runner  # noqa: PLC0415 - build imports us
+    from loraplex.runtime.build import describe_model, engine_limits, make_runner
 
     try:
         base = describe_model(config)
