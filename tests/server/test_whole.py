@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -155,7 +156,7 @@ def test_adapters_over_the_command_line(tmp_path: Path) -> None:
 
             async def command(*words: str) -> tuple[int, str]:
                 process = await asyncio.create_subprocess_exec(
-                    *("python", "-m", "loraplex.cli", "adapters", *words, "--url", client.server.url),
+                    *(sys.executable, "-m", "loraplex.cli", "adapters", *words, "--url", client.server.url),
                     stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
                     env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
                 )  # fmt: skip

@@ -109,7 +109,7 @@ class Residents:
         self._held[slot] = generation
         for page, source in zip(pages.tolist(), image.pages, strict=True):
             self._table.copy_page(page, source)
-        return Copied(slot, generation, self._table.checksums(pages), torch.from_numpy(image.checksums))
+        return Copied(slot, generation, self._table.checksums(pages), torch.tensor(image.checksums))
 
 
 def _stale(slot: int, what: str) -> InternalFault:
