@@ -226,8 +226,8 @@ class LLM:
         jobs = [
             self._job(prompt, name, param) for prompt, name, param in zip(many, names, params, strict=True)
         ]
-        outputs = [self._submit(*job) for job in jobs]
         try:
+            outputs = [self._submit(*job) for job in jobs]
             while any(not job.ended for job in self._open.values()):
                 self._step()
             for job in self._open.values():
@@ -247,7 +247,15 @@ class LLM:
                     ErrorCode.TOKENIZER_MISSING, "the model folder has no tokenizer; give token ids"
                 )
             return self._codec.encode(prompt), revision, params
-        return [int(token) for token in prompt], revision, params
+        tokens = [int(token) for token in prompt]
+        for token in tokens:
+            if not 0 <= token < self.vocab_size:
+                raise CallerError(
+                    ErrorCode.TOKEN_OUT_OF_RANGE,
+                    f"token id {token} lies outside the vocabulary of {self.vocab_size}",
+                    param="prompt",
+                )
+        return tokens, revision, params
 
     def _submit(self, tokens: list[int], revision: Revision | None, params: SamplingParams) -> RequestOutput:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
@@ -268,7 +276,7 @@ class LLM:
             self._post(
                 Submit(
                     request_id,
-                    np.array(tokens, dtype="<i4").tobytes() if _fits(tokens) else _out_of_range(tokens),
+                    np.array(tokens, dtype="<i4").tobytes(),
                     engine_sampling(only_first, seed, index, self._built.eos_token_ids),
                     revision.key if revision is not None else None,
                 )
@@ -348,11 +356,3 @@ def _each(what: str, value: Any, count: int) -> list[Any]:
         )
     return list(value)
 
-
-def _fits(tokens: Sequence[int]) -> bool:
-    return all(-(1 << 31) <= token < 1 << 31 for token in tokens)
-
-
-def _out_of_range(tokens: Sequence[int]) -> bytes:
-    worst = max(tokens, key=abs)
-    raise CallerError(ErrorCode.TOKEN_OUT_OF_RANGE, f"token id {worst} is no token id", param="prompt")
