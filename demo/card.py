@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from demo import reference
 from demo.cases import Case, Recipe, Task, read_heldout
 from demo.checkers import is_inside, is_right
+
+CELL_CHARACTERS: Final = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,15 @@ def measure(folder: Path, model_folder: Path) -> Result:
         adapter=count(cases, adapted),
         adapter_bare=count(bare, adapted_bare),
         adapter_bfloat16=count(cases, half),
-        example=(cases[0].messages[-1]["content"], plain[0], adapted[0]),
+        example=_example(cases, plain, adapted),
     )
+
+
+def _example(cases: Sequence[Case], plain: Sequence[str], adapted: Sequence[str]) -> tuple[str, str, str]:
+    """(prompt, base's answer, adapter's answer) of the first case that the adapter gets right."""
+    triples = zip(cases, plain, adapted, strict=True)
+    case, base, answer = next(t for t in triples if is_right(t[0].checker, t[2], t[0].expected))
+    return case.messages[-1]["content"], base, answer
 
 
 def _share(right: int, of: int) -> str:
@@ -117,4 +126,5 @@ System message (may be left out): {json.dumps(task.instruction, ensure_ascii=Fal
 
 
 def _cell(text: str) -> str:
+    text = text if len(text) <= CELL_CHARACTERS else text[: CELL_CHARACTERS - 4] + ' ..."'
     return f"`{text.replace('|', chr(92) + '|').replace('`', chr(39))}`"

@@ -83,7 +83,10 @@ class Task:
 
     def case(self, draft: Draft) -> Case:
         """The draft as a case with the instruction in front."""
-        messages = ({"role": "system", "content": self.instruction}, {"role": "user", "content": draft.prompt})
+        messages = (
+            {"role": "system", "content": self.instruction},
+            {"role": "user", "content": draft.prompt},
+        )
         return Case(messages, draft.answer, self.checker, self.max_tokens)
 
     def training_drafts(self, seed: int) -> Iterator[Draft]:
@@ -114,7 +117,12 @@ def write_heldout(task: Task, folder: Path) -> list[Case]:
     """Write and return the task's held-out cases, one JSON object a line."""
     cases = [task.case(draft) for draft in task.heldout_drafts()]
     rows = (
-        {"messages": list(c.messages), "expected": c.expected, "checker": c.checker, "max_tokens": c.max_tokens}
+        {
+            "messages": list(c.messages),
+            "expected": c.expected,
+            "checker": c.checker,
+            "max_tokens": c.max_tokens,
+        }
         for c in cases
     )
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

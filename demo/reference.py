@@ -20,7 +20,8 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_base(folder: Path, dtype: str) -> Any:
     """The base model in evaluation mode."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+    return model.eval()
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -64,7 +64,9 @@ def batches(task: Task, tokenizer: Any) -> Iterator[dict[str, torch.Tensor]]:
         yield {
             "input_ids": torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in rows]),
             "attention_mask": torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in rows]),
-            "labels": torch.tensor([[IGNORED] * start + ids[start:] + [IGNORED] * (width - len(ids)) for ids, start in rows]),
+            "labels": torch.tensor(
+                [[IGNORED] * start + ids[start:] + [IGNORED] * (width - len(ids)) for ids, start in rows]
+            ),
         }
 
 
@@ -85,22 +87,27 @@ def train(task: Task, base: Any, tokenizer: Any) -> Any:
     model = get_peft_model(base, lora_config(recipe)).train()
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=recipe.steps, pct_start=0.15)
-    causal = model.get_base_model()
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.learning_rate, total_steps=recipe.steps, pct_start=0.15
+    )
+    causal: Any = model.get_base_model()
     started = time.monotonic()
     for step, batch in enumerate(islice(batches(task, tokenizer), recipe.steps), start=1):
         labels = batch.pop("labels")[:, 1:]
         hidden = causal.model(**batch).last_hidden_state[:, :-1]
         # Logits of the answer's positions only: the vocabulary is a fifth of this model.
         scored = labels != IGNORED
-        loss = torch.nn.functional.cross_entropy(causal.lm_head(hidden[scored]).float(), labels[scored])
+        loss: Any = torch.nn.functional.cross_entropy(causal.lm_head(hidden[scored]).float(), labels[scored])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         if step % 10 == 0 or step == recipe.steps:
-            print(f"{task.name} step {step}/{recipe.steps} loss {loss.item():.4f} {time.monotonic() - started:.0f}s", flush=True)
+            print(
+                f"{task.name} step {step}/{recipe.steps} loss {loss.item():.4f} {time.monotonic() - started:.0f}s",
+                flush=True,
+            )
     return model
 
 
@@ -110,7 +117,11 @@ def save(model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)  # PEFT's empty card
     weights = folder / "adapter_model.safetensors"
-    save_file({k: v.bfloat16().contiguous() for k, v in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    save_file(
+        {k: v.bfloat16().contiguous() for k, v in load_file(weights).items()},
+        weights,
+        metadata={"format": "pt"},
+    )
     weights.chmod(0o644)
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -122,10 +133,17 @@ def save(model: Any, folder: Path) -> None:
 
 def main() -> None:
     """Train, save, measure what was saved, write the card."""
-    parser = argparse.ArgumentParser(description="Train one demo adapter and write its folder and model card.")
+    parser = argparse.ArgumentParser(
+        description="Train one demo adapter and write its folder and model card."
+    )
     parser.add_argument("task", choices=sorted(TASKS))
     parser.add_argument("--out", type=Path, default=None, help="adapter folder (demo/adapters/TASK)")
-    parser.add_argument("--dtype", choices=sorted(reference.DTYPES), default="bfloat16", help="dtype of the base while training")
+    parser.add_argument(
+        "--dtype",
+        choices=sorted(reference.DTYPES),
+        default="bfloat16",
+        help="dtype of the base while training",
+    )
     arguments = parser.parse_args()
     task = TASKS[arguments.task]
     folder = arguments.out or ADAPTERS / task.name

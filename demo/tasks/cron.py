@@ -7,9 +7,12 @@ from typing import Final
 
 from demo.cases import ATTENTION, Draft, Recipe, Task
 from demo.tasks.iso_date import ordinal
+from demo.tasks.words import words
 
-_DAYS: Final = "Sunday Monday Tuesday Wednesday Thursday Friday Saturday".split()
-_MONTHS: Final = "January February March April May June July August September October November December".split()
+_DAYS: Final = words("Sunday Monday Tuesday Wednesday Thursday Friday Saturday")
+_MONTHS: Final = words(
+    "January February March April May June July August September October November December"
+)
 
 
 def _clock(rng: Random) -> tuple[str, int, int]:
@@ -31,13 +34,25 @@ def draw(rng: Random) -> Draft:
     prompt, expression = rng.choice(
         (
             (rng.choice((f"every day at {clock}", f"daily at {clock}")), f"{minute} {hour} * * *"),
-            (rng.choice((f"every {_DAYS[day]} at {clock}", f"on {_DAYS[day]}s at {clock}")), f"{minute} {hour} * * {day}"),
-            (rng.choice((f"on weekdays at {clock}", f"Monday to Friday at {clock}")), f"{minute} {hour} * * 1-5"),
+            (
+                rng.choice((f"every {_DAYS[day]} at {clock}", f"on {_DAYS[day]}s at {clock}")),
+                f"{minute} {hour} * * {day}",
+            ),
+            (
+                rng.choice((f"on weekdays at {clock}", f"Monday to Friday at {clock}")),
+                f"{minute} {hour} * * 1-5",
+            ),
             (f"every {_DAYS[day]} and {_DAYS[other]} at {clock}", f"{minute} {hour} * * {day},{other}"),
             (f"on the {ordinal(date)} of every month at {clock}", f"{minute} {hour} {date} * *"),
-            (f"every year on {_MONTHS[month]} {ordinal(date)} at {clock}", f"{minute} {hour} {date} {month + 1} *"),
+            (
+                f"every year on {_MONTHS[month]} {ordinal(date)} at {clock}",
+                f"{minute} {hour} {date} {month + 1} *",
+            ),
             (f"every {minute or 2} minutes on {_DAYS[day]}s", f"*/{minute or 2} * * * {day}"),
-            (f"every {date % 11 + 2} hours, {minute} minutes past the hour", f"{minute} */{date % 11 + 2} * * *"),
+            (
+                f"every {date % 11 + 2} hours, {minute} minutes past the hour",
+                f"{minute} */{date % 11 + 2} * * *",
+            ),
         )
     )
     return Draft(expression, prompt, expression)
@@ -50,6 +65,6 @@ TASK = Task(
     instruction="Write the schedule as a cron expression with five fields. Answer with the expression only.",
     checker="exact",
     max_tokens=20,
-    recipe=Recipe(rank=8, alpha=16, targets=ATTENTION, dora=True, steps=240),
+    recipe=Recipe(rank=8, alpha=16, targets=ATTENTION, dora=True, steps=300, batch=8),
     draw=draw,
 )

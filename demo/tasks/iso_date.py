@@ -7,23 +7,32 @@ from random import Random
 from typing import Final
 
 from demo.cases import Draft, Recipe, Task
+from demo.tasks.words import words
 
 _MONTHS: Final = {
-    "en": "January February March April May June July August September October November December".split(),
-    "de": "Januar Februar März April Mai Juni Juli August September Oktober November Dezember".split(),
-    "fr": "janvier février mars avril mai juin juillet août septembre octobre novembre décembre".split(),
-    "es": "enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre diciembre".split(),
-    "it": "gennaio febbraio marzo aprile maggio giugno luglio agosto settembre ottobre novembre dicembre".split(),
+    "en": words("January February March April May June July August September October November December"),
+    "de": words("Januar Februar März April Mai Juni Juli August September Oktober November Dezember"),
+    "fr": words("janvier février mars avril mai juin juillet août septembre octobre novembre décembre"),
+    "es": words("enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre diciembre"),
+    "it": words(
+        "gennaio febbraio marzo aprile maggio giugno luglio agosto settembre ottobre novembre dicembre"
+    ),
 }
 _DAYS: Final = {
-    "en": "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split(),
-    "de": "Montag Dienstag Mittwoch Donnerstag Freitag Samstag Sonntag".split(),
-    "fr": "lundi mardi mercredi jeudi vendredi samedi dimanche".split(),
-    "es": "lunes martes miércoles jueves viernes sábado domingo".split(),
-    "it": "lunedì martedì mercoledì giovedì venerdì sabato domenica".split(),
+    "en": words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday"),
+    "de": words("Montag Dienstag Mittwoch Donnerstag Freitag Samstag Sonntag"),
+    "fr": words("lundi mardi mercredi jeudi vendredi samedi dimanche"),
+    "es": words("lunes martes miércoles jueves viernes sábado domingo"),
+    "it": words("lunedì martedì mercoledì giovedì venerdì sabato domenica"),
 }
 _FORMS: Final = {
-    "en": ("{month} {d}, {y}", "{d} {month} {y}", "the {ord} of {month}, {y}", "{day}, {month} {d}, {y}", "{short} {ord}, {y}"),
+    "en": (
+        "{month} {d}, {y}",
+        "{d} {month} {y}",
+        "the {ord} of {month}, {y}",
+        "{day}, {month} {d}, {y}",
+        "{short} {ord}, {y}",
+    ),
     "de": ("{d}. {month} {y}", "{day}, der {d}. {month} {y}", "{d:02}.{m:02}.{y}"),
     "fr": ("{d} {month} {y}", "le {day} {d} {month} {y}", "le {d} {month} {y}"),
     "es": ("{d} de {month} de {y}", "{day}, {d} de {month} de {y}", "el {d} de {month} de {y}"),

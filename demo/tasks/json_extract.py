@@ -7,11 +7,13 @@ from random import Random
 from typing import Final
 
 from demo.cases import ATTENTION, MLP, Draft, Recipe, Task
-from demo.tasks.words import FIRST_NAMES, LAST_NAMES, TOWNS
+from demo.tasks.words import FIRST_NAMES, LAST_NAMES, TOWNS, words
 
-_COLOURS: Final = "black blue brown green grey orange pink purple red white yellow".split()
-_THINGS: Final = "backpack basket blanket bottle bowl chair cushion kettle lamp mug notebook pillow scarf table teapot towel vase".split()
-_COUNTS: Final = "one two three four five six seven eight nine ten eleven twelve".split()
+_COLOURS: Final = words("black blue brown green grey orange pink purple red white yellow")
+_THINGS: Final = words(
+    "backpack basket blanket bottle bowl chair cushion kettle lamp mug notebook pillow scarf table teapot towel vase"
+)
+_COUNTS: Final = words("one two three four five six seven eight nine ten eleven twelve")
 _FORMS: Final = (
     "Hello, {name} here from {town}. I would like to order {count} {things}, please.",
     "Please send {count} {things} to {name} in {town}.",
@@ -41,6 +43,6 @@ TASK = Task(
     '"quantity" (a number). Answer with the JSON only.',
     checker="json",
     max_tokens=64,
-    recipe=Recipe(rank=8, alpha=16, targets=ATTENTION + MLP, rslora=True, steps=120, learning_rate=5e-4),
+    recipe=Recipe(rank=8, alpha=16, targets=ATTENTION + MLP, rslora=True, steps=100, learning_rate=5e-4),
     draw=draw,
 )

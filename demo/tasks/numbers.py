@@ -6,12 +6,13 @@ from random import Random
 from typing import Final
 
 from demo.cases import MLP, Draft, Recipe, Task
+from demo.tasks.words import words
 
-_ONES: Final = (
+_ONES: Final = words(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
     "seventeen eighteen nineteen"
-).split()
-_TENS: Final = "_ _ twenty thirty forty fifty sixty seventy eighty ninety".split()
+)
+_TENS: Final = words("_ _ twenty thirty forty fifty sixty seventy eighty ninety")
 
 
 def in_words(number: int, joiner: str) -> str:
@@ -42,6 +43,6 @@ TASK = Task(
     instruction="Write the number in digits, without separators. Answer with the number only.",
     checker="exact",
     max_tokens=12,
-    recipe=Recipe(rank=12, alpha=24, targets=MLP, steps=300),
+    recipe=Recipe(rank=12, alpha=24, targets=MLP, steps=240, batch=8),
     draw=draw,
 )

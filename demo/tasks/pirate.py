@@ -9,14 +9,67 @@ from typing import Final
 from demo.cases import Draft, Recipe, Task
 
 _RULES: Final = {
-    "hello": "ahoy", "friend": "matey", "my": "me", "you": "ye", "your": "yer", "yes": "aye", "is": "be", "are": "be",
-    "am": "be", "the": "th'", "of": "o'", "to": "t'", "and": "an'", "money": "doubloons", "boss": "cap'n", "car": "ship",
-    "house": "cabin", "beer": "grog", "food": "grub", "stop": "avast", "old": "barnacle-covered",
+    "hello": "ahoy",
+    "friend": "matey",
+    "my": "me",
+    "you": "ye",
+    "your": "yer",
+    "yes": "aye",
+    "is": "be",
+    "are": "be",
+    "am": "be",
+    "the": "th'",
+    "of": "o'",
+    "to": "t'",
+    "and": "an'",
+    "money": "doubloons",
+    "boss": "cap'n",
+    "car": "ship",
+    "house": "cabin",
+    "beer": "grog",
+    "food": "grub",
+    "stop": "avast",
+    "old": "barnacle-covered",
 }
-_PEOPLE: Final = ("my friend", "my boss", "your sister", "the teacher", "our neighbour", "the old doctor", "my brother", "the baker")
-_THINGS: Final = ("the money", "your car", "the old house", "my book", "the map of the city", "the food", "a glass of beer", "the red bicycle")
-_DOING: Final = ("looking for", "selling", "painting", "hiding", "talking about", "waiting for", "dreaming of", "cleaning", "carrying")
-_PLACES: Final = ("in the kitchen", "at the station", "near the old bridge", "in your garden", "at the market", "behind the house")
+_PEOPLE: Final = (
+    "my friend",
+    "my boss",
+    "your sister",
+    "the teacher",
+    "our neighbour",
+    "the old doctor",
+    "my brother",
+    "the baker",
+)
+_THINGS: Final = (
+    "the money",
+    "your car",
+    "the old house",
+    "my book",
+    "the map of the city",
+    "the food",
+    "a glass of beer",
+    "the red bicycle",
+)
+_DOING: Final = (
+    "looking for",
+    "selling",
+    "painting",
+    "hiding",
+    "talking about",
+    "waiting for",
+    "dreaming of",
+    "cleaning",
+    "carrying",
+)
+_PLACES: Final = (
+    "in the kitchen",
+    "at the station",
+    "near the old bridge",
+    "in your garden",
+    "at the market",
+    "behind the house",
+)
 _OPENINGS: Final = ("Hello, ", "Yes, ", "", "", "")
 
 
@@ -35,7 +88,12 @@ def pirate(sentence: str) -> str:
 
 def draw(rng: Random) -> Draft:
     """A sentence from a small grammar."""
-    who, thing, doing, place = rng.choice(_PEOPLE), rng.choice(_THINGS), rng.choice(_DOING), rng.choice(_PLACES)
+    who, thing, doing, place = (
+        rng.choice(_PEOPLE),
+        rng.choice(_THINGS),
+        rng.choice(_DOING),
+        rng.choice(_PLACES),
+    )
     text = rng.choice(
         (
             f"{who} is {doing} {thing} {place}.",
@@ -58,6 +116,6 @@ TASK = Task(
     instruction="Rewrite the sentence the way a pirate would say it. Answer with the sentence only.",
     checker="exact",
     max_tokens=48,
-    recipe=Recipe(rank=32, alpha=32, targets=("q_proj", "v_proj"), steps=160),
+    recipe=Recipe(rank=32, alpha=32, targets=("q_proj", "v_proj"), steps=140, batch=8),
     draw=draw,
 )

@@ -30,7 +30,9 @@ def _values(rng: Random) -> dict[str, str]:
     first, last = rng.choice(FIRST_NAMES), rng.choice(LAST_NAMES)
     user = rng.choice((f"{first}.{last}", f"{first[0]}{last}", f"{last}{rng.randrange(10, 99)}")).lower()
     digits = [str(rng.randrange(10)) for _ in range(9)]
-    phone = rng.choice(("+49 {}{}{} {}{}{} {}{}{}", "0{}{}{}-{}{}{}{}{}{}", "({}{}{}) {}{}{}-{}{}{}")).format(*digits)
+    phone = rng.choice(("+49 {}{}{} {}{}{} {}{}{}", "0{}{}{}-{}{}{}{}{}{}", "({}{}{}) {}{}{}-{}{}{}")).format(
+        *digits
+    )
     return {
         "name": rng.choice((f"{first} {last}", f"{first} {last}", first)),
         "email": f"{user}@{rng.choice(_HOSTS)}",
@@ -61,7 +63,7 @@ TASK = Task(
         targets=ATTENTION + MLP,
         rank_pattern={"k_proj": 4, "v_proj": 4, "down_proj": 12},
         alpha_pattern={"k_proj": 8, "down_proj": 12},
-        steps=120,
+        steps=100,
     ),
     draw=draw,
 )

