@@ -110,6 +110,6 @@ TASK = Task(
     '"priority": "high", "normal" or "low"}.',
     checker="json",
     max_tokens=24,
-    recipe=Recipe(rank=16, alpha=16, targets=("v_proj",), steps=140, batch=8),
+    recipe=Recipe(rank=16, alpha=32, targets=("v_proj",), steps=320, learning_rate=2e-3),
     draw=draw,
 )

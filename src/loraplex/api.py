@@ -122,7 +122,12 @@ class LLM:
         self._images_dir = tempfile.TemporaryDirectory(prefix="loraplex-images-")
         try:
             config = EngineConfig(
-                model=str(model), images_dir=self._images_dir.name, device=device, dtype=dtype, pool_gb=pool_gb, **options
+                model=str(model),
+                images_dir=self._images_dir.name,
+                device=device,
+                dtype=dtype,
+                pool_gb=pool_gb,
+                **options,
             )
         except TypeError as error:
             raise CallerError(ErrorCode.CONFIG_INVALID, f"unknown option: {error}") from error
@@ -209,7 +214,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        adapters: str | None | Sequence[str | None] = None,
+        adapters: str | Sequence[str | None] | None = None,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt, in order. Prompts are strings or lists of token ids; one adapter and one
@@ -238,7 +243,9 @@ class LLM:
         revision = self._catalog.resolve(name) if name is not None else None
         if isinstance(prompt, str):
             if self._codec is None:
-                raise CallerError(ErrorCode.TOKENIZER_MISSING, "the model folder has no tokenizer; give token ids")
+                raise CallerError(
+                    ErrorCode.TOKENIZER_MISSING, "the model folder has no tokenizer; give token ids"
+                )
             return self._codec.encode(prompt), revision, params
         return [int(token) for token in prompt], revision, params
 
@@ -336,7 +343,9 @@ def _each(what: str, value: Any, count: int) -> list[Any]:
     if value is None or isinstance(value, (str, SamplingParams)):
         return [value] * count
     if len(value) != count:
-        raise CallerError(ErrorCode.INVALID_REQUEST, f"{len(value)} {what} were given for {count} prompts", param=what)
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST, f"{len(value)} {what} were given for {count} prompts", param=what
+        )
     return list(value)
 
 
@@ -347,4 +356,3 @@ def _fits(tokens: Sequence[int]) -> bool:
 def _out_of_range(tokens: Sequence[int]) -> bytes:
     worst = max(tokens, key=abs)
     raise CallerError(ErrorCode.TOKEN_OUT_OF_RANGE, f"token id {worst} is no token id", param="prompt")
-

@@ -95,7 +95,7 @@ def _measure(options: DecodeOptions, case: DecodeCase, engine: str, run: Callabl
 
 
 def _ours(options: DecodeOptions, report: Callable[[str], None]) -> list[DecodeRow]:
-    from loraplex.api import LLM  # noqa: PLC0415 - torch loads only when something is measured
+    from loraplex.api import LLM
 
     rows = []
     params = SamplingParams(max_tokens=options.new_tokens, temperature=0.0, ignore_eos=True)
@@ -115,13 +115,13 @@ def _ours(options: DecodeOptions, report: Callable[[str], None]) -> list[DecodeR
 
 
 def _peer(options: DecodeOptions, report: Callable[[str], None]) -> list[DecodeRow]:
-    import torch  # noqa: PLC0415
+    import torch
 
-    from loraplex.model.dtypes import resolve_dtype  # noqa: PLC0415
+    from loraplex.model.dtypes import resolve_dtype
 
     try:
-        from peft import PeftModel  # noqa: PLC0415
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise CallerError(
             ErrorCode.CONFIG_INVALID, f"the peer needs {error.name}; install the dev extra or pass --no-peer"
@@ -140,7 +140,9 @@ def _peer(options: DecodeOptions, report: Callable[[str], None]) -> list[DecodeR
             model.eval()
         prompts = torch.tensor(_prompts(options, case.requests, vocab), device=options.device)
         extra = (
-            {"adapter_names": [names[i % case.adapters] for i in range(case.requests)]} if case.adapters else {}
+            {"adapter_names": [names[i % case.adapters] for i in range(case.requests)]}
+            if case.adapters
+            else {}
         )
 
         def run(model: object = model, prompts: torch.Tensor = prompts, extra: dict = extra) -> int:  # type: ignore[type-arg]
@@ -157,9 +159,9 @@ def _peer(options: DecodeOptions, report: Callable[[str], None]) -> list[DecodeR
 
 
 def _use_all_cores() -> None:
-    import os  # noqa: PLC0415
+    import os
 
-    import torch  # noqa: PLC0415
+    import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
 

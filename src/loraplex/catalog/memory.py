@@ -41,7 +41,6 @@ class Revision:
         """Semantic digest: what the engine calls it."""
         return self.prepared.identity.semantic
 
-
     def describe(self, live: Mapping[str, Any] | None) -> dict[str, Any]:
         """The adapter's public JSON (DESIGN 5). live: the engine's view of its key, None when it has none."""
         live = live or {}

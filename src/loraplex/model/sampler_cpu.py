@@ -37,7 +37,9 @@ class CompiledSampling:
         library = build.library() if device.type == "cpu" else None
         return None if library is None else CompiledSampling(library)
 
-    def draw(self, logits: torch.Tensor, index: I64, vocab: int, options: npt.NDArray[np.void]) -> torch.Tensor:
+    def draw(
+        self, logits: torch.Tensor, index: I64, vocab: int, options: npt.NDArray[np.void]
+    ) -> torch.Tensor:
         """Tokens int64 [n] from rows `index` [n] of logits, over the first `vocab` columns. options: `OPTIONS` [n]."""
         tokens = torch.empty(index.size, dtype=torch.int64)
         self._handle.sample_draw(

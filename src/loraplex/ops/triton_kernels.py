@@ -223,7 +223,11 @@ def _add_product(acc, z, b, F32_DOT: tl.constexpr):
 @triton.jit
 def _z_tile(z_ptr, z_row, i, mine, s, rank, Z_SPLITS: tl.constexpr, SPLITS: tl.constexpr):
     """Z of one rank tile, [BM, 16] float32: the partial sums added in one order."""
-    at = (z_row + i).to(tl.int64)[:, None, None] * (Z_SPLITS * TILE) + s[None, :, None] * TILE + rank[None, None, :]
+    at = (
+        (z_row + i).to(tl.int64)[:, None, None] * (Z_SPLITS * TILE)
+        + s[None, :, None] * TILE
+        + rank[None, None, :]
+    )
     keep = mine[:, None, None] & (s < SPLITS)[None, :, None]
     return tl.sum(tl.load(z_ptr + at, mask=keep, other=0.0), axis=1)
 
@@ -279,7 +283,9 @@ def expand_kernel(
             inside = n < d_out
             b_rows = _rank_rows(list_ptr, base, list_at, rank, d_out, rank < ranks, ALIGNED)
             b = tl.load(
-                pool_ptr + b_rows[:, None] + n[None, :], mask=(rank < ranks)[:, None] & inside[None, :], other=0.0
+                pool_ptr + b_rows[:, None] + n[None, :],
+                mask=(rank < ranks)[:, None] & inside[None, :],
+                other=0.0,
             )
             if PDL:
                 gdc_wait()
@@ -303,14 +309,13 @@ def expand_kernel(
                 z = next_z
             acc = _add_product(acc, z, b, F32_DOT)
             out = y.to(tl.float32) + tl.trans(acc) * scale
-            if VECTORS:
-                if flags > 0:
-                    index = tl.load(record64_ptr + at * (EXPAND_WORDS // 2) + 3)
-                    g_at = tl.load(vector_ptr + index * 2)
-                    c_at = tl.load(vector_ptr + index * 2 + 1)
-                    g = tl.load(pool32_ptr + g_at + n, mask=inside & ((flags & 1) != 0), other=1.0)
-                    c = tl.load(pool32_ptr + c_at + n, mask=inside & ((flags & 2) != 0), other=0.0)
-                    out = out * g[None, :] + c[None, :]
+            if VECTORS and flags > 0:
+                index = tl.load(record64_ptr + at * (EXPAND_WORDS // 2) + 3)
+                g_at = tl.load(vector_ptr + index * 2)
+                c_at = tl.load(vector_ptr + index * 2 + 1)
+                g = tl.load(pool32_ptr + g_at + n, mask=inside & ((flags & 1) != 0), other=1.0)
+                c = tl.load(pool32_ptr + c_at + n, mask=inside & ((flags & 2) != 0), other=0.0)
+                out = out * g[None, :] + c[None, :]
             tl.store(y_at, out.to(y.dtype), mask=keep)
         item += stride
     if PDL:

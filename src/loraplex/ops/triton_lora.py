@@ -61,10 +61,27 @@ class Tuning:
 
 
 DECODE: Final = Tuning(
-    block_rows=8, splits=16, chunk_floor=64, max_bk=1024, bn=256, shrink_warps=4, expand_warps=4, shrink_ctas=8, expand_ctas=8
+    block_rows=8,
+    splits=16,
+    chunk_floor=64,
+    max_bk=1024,
+    bn=256,
+    shrink_warps=4,
+    expand_warps=4,
+    shrink_ctas=8,
+    expand_ctas=8,
 )
 PREFILL: Final = Tuning(
-    block_rows=64, splits=4, chunk_floor=128, max_bk=128, bn=128, shrink_warps=4, expand_warps=4, shrink_ctas=3, expand_ctas=6, stages=4
+    block_rows=64,
+    splits=4,
+    chunk_floor=128,
+    max_bk=128,
+    bn=128,
+    shrink_warps=4,
+    expand_warps=4,
+    shrink_ctas=3,
+    expand_ctas=6,
+    stages=4,
 )
 
 
@@ -124,7 +141,11 @@ def capacity(phase: Phase, rows: int, runs: int, max_rank: int, tuning: Tuning) 
     records = [(last - first) * tiles * blocks for first, last in GROUPS]
     widest = max(last - first for first, last in GROUPS)
     return Capacity(
-        phase, tuning.block_rows, blocks, (records[0], records[1], records[2], records[3]), widest * tiles * rows
+        phase,
+        tuning.block_rows,
+        blocks,
+        (records[0], records[1], records[2], records[3]),
+        widest * tiles * rows,
     )
 
 
@@ -145,7 +166,8 @@ class LoraStep:
         flat = pool.view(-1)
         if pool.dtype is not torch.uint8 or table.itemsize != dtype.itemsize or flat.numel() % 4:
             raise InternalFault(
-                ErrorCode.OPERATOR_LAYOUT, f"a uint8 pool of whole {dtype} elements expected, got {pool.dtype}"
+                ErrorCode.OPERATOR_LAYOUT,
+                f"a uint8 pool of whole {dtype} elements expected, got {pool.dtype}",
             )
         self.room = capacity(phase, rows, runs, max_rank, self.tuning)
         self.pool, self.pool32 = flat.view(dtype), flat.view(torch.float32)
@@ -232,14 +254,21 @@ class LoraStep:
         )  # fmt: skip
 
     def _check(self, tensor: torch.Tensor, width: int, layer: int) -> None:
-        if tensor.dtype is not self.dtype or tensor.dim() != 2 or tensor.shape[1] != width or tensor.stride(1) != 1:
+        if (
+            tensor.dtype is not self.dtype
+            or tensor.dim() != 2
+            or tensor.shape[1] != width
+            or tensor.stride(1) != 1
+        ):
             raise InternalFault(
                 ErrorCode.OPERATOR_LAYOUT,
                 f"a {self.dtype} matrix of {width} columns with unit stride expected, got {tensor.dtype} "
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}",
             )
         if not 0 <= layer < self.table.layers:
-            raise InternalFault(ErrorCode.OPERATOR_LAYOUT, f"layer must be 0 to {self.table.layers - 1}, got {layer}")
+            raise InternalFault(
+                ErrorCode.OPERATOR_LAYOUT, f"layer must be 0 to {self.table.layers - 1}, got {layer}"
+            )
 
 
 def shrink_expand(y: torch.Tensor, x: torch.Tensor, step: LoraStep, layer: int, group: int) -> None:
@@ -296,5 +325,6 @@ def group_index(modules: Sequence[int]) -> int:
         if wanted == tuple(range(first, last)):
             return index
     raise InternalFault(
-        ErrorCode.OPERATOR_PLAN_UNSUPPORTED, f"modules {list(wanted)} are not one of the fused groups {GROUPS}"
+        ErrorCode.OPERATOR_PLAN_UNSUPPORTED,
+        f"modules {list(wanted)} are not one of the fused groups {GROUPS}",
     )

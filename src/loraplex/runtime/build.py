@@ -18,6 +18,7 @@ from loraplex.engine.step import Engine
 from loraplex.runtime.base import BaseModel, describe_base, read_config
 from loraplex.runtime.images import ImageStore
 from loraplex.runtime.text import load_tokenizer
+from loraplex.runtime.worker import PlanLog, ProcessBackend
 
 DEFAULT_POOL_GB_CPU: Final = 1.0
 DEFAULT_MODEL_LEN_CPU: Final = 8192
@@ -54,33 +55,81 @@ class BuiltEngine:
 
 def build_engine(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> BuiltEngine:
     """Load the model and make an engine over it. Raises a typed error for what cannot be served."""
-    from loraplex.model.dtypes import resolve_dtype  # noqa: PLC0415 - torch loads only where an engine runs
-    from loraplex.model.runner import ModelRunner, RunnerConfig  # noqa: PLC0415
-
-    import torch  # noqa: PLC0415, I001
-
-    folder = Path(config.model)
-    device = torch.device(config.device)
-    torch_dtype, sentence = resolve_dtype(config.dtype, device)
-    name = str(torch_dtype).removeprefix("torch.")
-    base = describe_base(folder, Dtype(name), config.page_tokens, dummy=config.load_format == "dummy")
+    name, sentence = _dtype(config)
+    base = describe_model(config)
     sizes = engine_limits(config, base)
-    runner_config = RunnerConfig(
-        device=config.device,
-        dtype=name,
-        kv=sizes.kv,
-        num_pages=sizes.num_pages,
-        max_requests=sizes.max_requests,
-        max_model_len=sizes.max_model_len,
-        max_adapter_slots=sizes.max_adapter_slots,
-        token_budget=sizes.token_budget,
-        sampled_vocab=sampled_vocab(folder, base),
-        dummy=config.load_format == "dummy",
-    )
-    images = ImageStore(Path(config.images_dir))
-    backend: Backend = ModelRunner.load(folder, base.spec, runner_config, images)
+    backend, close = make_backend(config, base, sizes)
     engine = Engine(sizes, backend, mailbox, clock, events)
-    return BuiltEngine(engine, base, sizes, name, eos_ids(folder), [sentence])
+    return BuiltEngine(engine, base, sizes, name, eos_ids(Path(config.model)), [sentence], close)
+
+
+def describe_model(config: EngineConfig) -> BaseModel:
+    """The base that the configuration names, under the element type that the device can use."""
+    name, _ = _dtype(config)
+    return describe_base(
+        Path(config.model), Dtype(name), config.page_tokens, dummy=config.load_format == "dummy"
+    )
+
+
+def _dtype(config: EngineConfig) -> tuple[str, str]:
+    """Name of the element type, and a sentence on why it was chosen."""
+    import torch
+
+    from loraplex.model.dtypes import resolve_dtype
+
+    dtype, sentence = resolve_dtype(config.dtype, torch.device(config.device))
+    return str(dtype).removeprefix("torch."), sentence
+
+
+def make_backend(
+    config: EngineConfig, base: BaseModel, sizes: EngineLimits
+) -> tuple[Backend, Callable[[], None]]:
+    """The backend that the configuration names, and what lets go of it."""
+    if config.backend == "process":
+        worker = ProcessBackend(config)
+        backend: Backend = worker
+        close: Callable[[], None] = worker.close
+    else:
+        backend, close = make_runner(config, base, sizes), _nothing
+    if config.plan_log is None:
+        return backend, close
+    log = PlanLog(Path(config.plan_log), backend)
+
+    def close_both() -> None:
+        log.close()
+        close()
+
+    return log, close_both
+
+
+def _nothing() -> None:
+    """What there is to let go of a runner in this process."""
+
+
+def make_runner(config: EngineConfig, base: BaseModel, sizes: EngineLimits) -> Backend:
+    """Weights, pool and runner in this process. With `scrub`, the pool starts poisoned."""
+    import torch
+
+    from loraplex.model.decoder import Decoder
+    from loraplex.model.runner import ModelRunner, allocate_pool
+    from loraplex.model.weights import dummy_weights, load_weights
+
+    folder, device = Path(config.model), torch.device(config.device)
+    dtype = getattr(torch, base.dtype.value)
+    if config.load_format == "dummy":
+        weights = dummy_weights(base.spec, dtype, device)
+    else:
+        weights = load_weights(folder, base.spec, dtype, device)
+    decoder = Decoder(base.spec, weights, sizes.max_model_len)
+    pool = allocate_pool(sizes.num_pages, sizes.kv.page_bytes, device, poison=config.scrub)
+    return ModelRunner(
+        decoder,
+        sizes.kv,
+        sizes.bounds,
+        ImageStore(Path(config.images_dir)),
+        sampled_vocab=sampled_vocab(folder, base),
+        pool=pool,
+    )
 
 
 def engine_limits(config: EngineConfig, base: BaseModel) -> EngineLimits:
@@ -129,10 +178,14 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
         try:
             value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         except (OSError, ValueError, AttributeError) as error:
-            raise CallerError(ErrorCode.CONFIG_INVALID, f"{path} is not a readable JSON object: {error}") from error
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID, f"{path} is not a readable JSON object: {error}"
+            ) from error
     if value is None:
         value = read_config(folder).get("eos_token_id")
     ids = [value] if isinstance(value, int) else list(value or ())
     if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
-        raise CallerError(ErrorCode.CONFIG_INVALID, f"eos_token_id must be an integer or a list, got {value!r}")
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID, f"eos_token_id must be an integer or a list, got {value!r}"
+        )
     return tuple(ids)

@@ -17,7 +17,9 @@ def sample_seed(seed: int, index: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def engine_sampling(params: SamplingParams, seed: int, index: int, eos_token_ids: Iterable[int]) -> EngineSampling:
+def engine_sampling(
+    params: SamplingParams, seed: int, index: int, eos_token_ids: Iterable[int]
+) -> EngineSampling:
     """The engine's part of `params` for sample `index`. eos_token_ids: end a request unless `ignore_eos`."""
     stops = set(params.stop_token_ids)
     if not params.ignore_eos:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
+from loraplex.artifact.checkpoint import CheckpointTensors
 from loraplex.artifact.tensors import Dtype
 from loraplex.catalog.memory import AdapterCatalog, Revision
 from loraplex.config import EngineConfig, ServeConfig
@@ -54,12 +55,15 @@ class Preparation:
         """info: the engine's own description of the base it loaded."""
         spec = spec_from_config(read_config(self._folder))
         dtype = Dtype(info["dtype"])
+        modules = base_modules(spec)
+        dummy = self._engine.load_format == "dummy"
         base = BaseModel(
             spec,
-            base_modules(spec),
+            modules,
             info["base_abi"],
             spec.kv_shape(dtype.itemsize, info["page_tokens"]),
             dtype,
+            None if dummy else CheckpointTensors(self._folder, modules),
         )
         self._pool = PreparePool(base, self._engine.images_dir)
 
