@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -127,7 +128,8 @@ def _peer(options: DecodeOptions, report: Callable[[str], None]) -> list[DecodeR
             ErrorCode.CONFIG_INVALID, f"the peer needs {error.name}; install the dev extra or pass --no-peer"
         ) from error
     dtype, _ = resolve_dtype(options.dtype, torch.device(options.device))
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    model = model.to(options.device).eval()
     vocab = int(model.config.vocab_size)
     names = [name for name, _ in options.adapters]
     rows = []
@@ -145,9 +147,9 @@ def _peer(options: DecodeOptions, report: Callable[[str], None]) -> list[DecodeR
             else {}
         )
 
-        def run(model: object = model, prompts: torch.Tensor = prompts, extra: dict = extra) -> int:  # type: ignore[type-arg]
+        def run(model: Any = model, prompts: torch.Tensor = prompts, extra: dict[str, Any] = extra) -> int:
             with torch.inference_mode():
-                out = model.generate(  # type: ignore[attr-defined]
+                out = model.generate(
                     input_ids=prompts, attention_mask=torch.ones_like(prompts), do_sample=False,
                     max_new_tokens=options.new_tokens, min_new_tokens=options.new_tokens, **extra,
                 )  # fmt: skip
@@ -170,7 +172,7 @@ def table(rows: Sequence[DecodeRow]) -> list[tuple[str, ...]]:
     """Lines of (case, ours, peer, ratio to the peer, ratio to our base with as many requests)."""
     ours = {row.case: row for row in rows if row.engine == "loraplex"}
     peers = {row.case: row for row in rows if row.engine != "loraplex"}
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for name, row in ours.items():
         peer = peers.get(name)
         base = ours.get(f"{name.split()[0]} x base")

@@ -300,7 +300,7 @@ def compile_plan(
             for name in kernel.arg_names
         }  # fmt: skip
         constants = {(kernel.arg_names.index(name),): value for name, value in values.items()}
-        chosen[f"{kernel.__name__}{sorted(values.items())}"] = (kernel, signature, constants, options)
+        chosen[f"{kernel.__name__}{sorted(values.items())}"] = (kernel, signature, constants, options)  # type: ignore[assignment]
 
     bases = {f"BASE{group}": 16 * group for group in range(len(GROUPS))}
     widths = {f"D{module}": d_in[module] for module in range(MODULES)}
