@@ -176,6 +176,8 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("LORAPLEX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/two")
     assert build.cache_folder() == Path("/two/loraplex/kernels")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert build.cache_folder() == Path.home() / ".cache/loraplex/kernels"
 
 
 @needs_kernel

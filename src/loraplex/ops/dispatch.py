@@ -50,7 +50,7 @@ def warm_up(device: torch.device) -> str:
 
 
 def choose(plan: BatchPlan, table: AdapterTable) -> Choice:
-    """The family that serves a plan with adapter rows. The measurements are in docs/decisions.md."""
+    """The family that serves a plan with adapter rows. The measurements are in docs/notes/cpu-operators.md."""
     phase = "decode" if plan.prefills == 0 else "prefill"
     if table.pool.device.type == "cpu" and build.library() is not None:
         return Choice(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -37,6 +38,9 @@ from loraplex.runtime.engine_process import (
 
 _log: Final = logging.getLogger(__name__)
 MODULE: Final = "loraplex.runtime.engine_process"
+PATIENT_THREADS: Final = {"OMP_WAIT_POLICY": "passive"}
+"""OpenMP threads that wait asleep: a spinning one costs a step hundreds of milliseconds as soon as another process wants
+its core (docs/notes/cpu-operators.md). An operator's own setting stands."""
 STOP_GRACE_S: Final = 5.0
 MAX_PAUSE_S: Final = 30.0
 STEADY_S: Final = 60.0
@@ -171,7 +175,7 @@ class EngineSupervisor:
         self._incarnation += 1
         # A socket of its own for each: nothing that was meant for the dead reaches the living.
         endpoint = f"ipc://{self._folder / f'engine-{self._incarnation}.sock'}"
-        child = self._child = await Child.start(MODULE)
+        child = self._child = await Child.start(MODULE, environment={**PATIENT_THREADS, **os.environ})
         try:
             await child.send(EngineStart(self._config, endpoint, self._builder, self._log_level))
             report = await child.receive(REPORT_DECODER)

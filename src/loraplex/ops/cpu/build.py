@@ -60,12 +60,12 @@ class Library:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels lie."""
+    """Where compiled kernels lie: under LORAPLEX_CACHE, else XDG_CACHE_HOME/loraplex, else ~/.cache/loraplex."""
     own = os.environ.get("LORAPLEX_CACHE")
     if own:
-        return Path(own) / "kernels"
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "loraplex" / "kernels"
+        return Path(own).expanduser().absolute() / "kernels"
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "loraplex" / "kernels"
 
 
 @functools.cache

@@ -26,7 +26,7 @@ constexpr int64_t kRowBlock = 32, kRankBlock = 16;
 constexpr int64_t kColumnBlock = 256;
 constexpr int64_t kItemsPerThread = 4;  // from here on an item is a whole row block of one adapter and module
 constexpr int64_t kFewRows = 8;  // up to here an item waits for memory, not for arithmetic
-constexpr int64_t kSerialWork = 1 << 15;  // multiply-adds below which waking the other threads costs more
+constexpr int64_t kSerialWork = 1 << 16;  // multiply-adds, about: below, waking other threads costs more than they save
 
 struct Extent { int64_t offset, rank_lo, rank_n, col_lo, col_n; };
 struct Span { int64_t first, count; };
