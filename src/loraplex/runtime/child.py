@@ -2,7 +2,7 @@
 
 A child is `python -m MODULE` with the parent's import path. Messages are length-prefixed msgpack frames on its standard
 input and output; what libraries print goes to standard error. It ignores the terminal's interrupt, leaves the signal to
-end to its module, and dies with its parent.
+end to its module, and does not outlive its parent.
 
 Never restarts anything and knows nothing of engines. Specification: DESIGN 4 "Processes".
 """
@@ -28,11 +28,43 @@ T = TypeVar("T")
 _LENGTH: Final = struct.Struct("<I")
 _PR_SET_PDEATHSIG: Final = 1
 _PARENT: Final = "LORAPLEX_PARENT_PID"
-MAX_FRAME_BYTES: Final = 64 << 20
 
 
 class ChildGone(Exception):
     """The child's end of its pipes is closed: it exits or has exited."""
+
+
+def child_command(module: str) -> list[str]:
+    """The command that runs `module` as a child."""
+    return [sys.executable, "-m", module]
+
+
+def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A child's environment: this process's, its import path, `extra`, and who its parent is."""
+    paths = [path for path in sys.path if path]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        **(extra or {}),
+        _PARENT: str(os.getpid()),
+    }
+
+
+def frame(payload: bytes) -> bytes:
+    """A payload as it travels over a pipe."""
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def read_frame(pipe: BinaryIO) -> bytes:
+    """The next payload of a pipe; raises `ChildGone` when the other side is gone."""
+    header = pipe.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        raise ChildGone
+    (length,) = _LENGTH.unpack(header)
+    payload = pipe.read(length)
+    if len(payload) < length:
+        raise ChildGone
+    return payload
 
 
 class Child:
@@ -44,15 +76,8 @@ class Child:
     @staticmethod
     async def start(module: str, *, environment: Mapping[str, str] | None = None) -> Child:
         """Start `python -m module`. environment: variables beside the parent's own."""
-        paths = [path for path in sys.path if path]
-        env = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
-            **(environment or {}),
-            _PARENT: str(os.getpid()),
-        }
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module, stdin=PIPE, stdout=PIPE, env=env
+            *child_command(module), stdin=PIPE, stdout=PIPE, env=child_environment(environment)
         )
         return Child(process)
 
@@ -71,8 +96,7 @@ class Child:
         stdin = self._process.stdin
         if stdin is None:
             raise ChildGone
-        payload = msgspec.msgpack.encode(message)
-        stdin.write(_LENGTH.pack(len(payload)) + payload)
+        stdin.write(frame(msgspec.msgpack.encode(message)))
         try:
             await stdin.drain()
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -123,8 +147,12 @@ def describe_exit(code: int) -> str:
 class Parent:
     """The child's side: its pipes to the parent. Make it first thing in the child."""
 
-    def __init__(self) -> None:
-        """Takes the pipes over, sends stray prints to standard error, and ties this process's life to the parent's."""
+    def __init__(self, *, tied: bool = True) -> None:
+        """Takes the pipes over and sends stray prints to standard error.
+
+        tied: the kernel ends this process when the thread that started it ends. A child that may be started by a
+        thread which does not last is not tied: it reads all the time, and ends when there is no parent to read from.
+        """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._input: BinaryIO = os.fdopen(os.dup(0), "rb")
         self._output: BinaryIO = os.fdopen(os.dup(1), "wb")
@@ -132,29 +160,30 @@ class Parent:
         os.dup2(null, 0)
         os.close(null)
         os.dup2(2, 1)
-        _die_with_parent()
+        parent = int(os.environ.pop(_PARENT, "0"))
+        if tied:
+            _die_with(parent)
 
     def receive(self, decoder: msgspec.msgpack.Decoder[T]) -> T:
         """The parent's next message; raises `ChildGone`, from here the parent, when there will be none."""
-        header = self._input.read(_LENGTH.size)
-        if len(header) < _LENGTH.size:
-            raise ChildGone
-        (length,) = _LENGTH.unpack(header)
-        payload = self._input.read(length)
-        if len(payload) < length:
-            raise ChildGone
-        return decoder.decode(payload)
+        return decoder.decode(self.receive_bytes())
 
     def send(self, message: Any) -> None:
         """Send one message."""
-        payload = msgspec.msgpack.encode(message)
-        self._output.write(_LENGTH.pack(len(payload)) + payload)
+        self.send_bytes(msgspec.msgpack.encode(message))
+
+    def receive_bytes(self) -> bytes:
+        """The parent's next payload; raises `ChildGone` when there will be none."""
+        return read_frame(self._input)
+
+    def send_bytes(self, payload: bytes) -> None:
+        """Send one payload."""
+        self._output.write(frame(payload))
         self._output.flush()
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
     """Have the kernel end this process when its parent ends; where no kernel does, watch for it."""
-    parent = int(os.environ.pop(_PARENT, "0"))
     if sys.platform == "linux":
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

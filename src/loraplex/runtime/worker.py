@@ -8,84 +8,109 @@ Specification: DESIGN 3 (what crosses between the towers), DESIGN 8 ("No decorat
 
 from __future__ import annotations
 
-import multiprocessing
 import struct
+import subprocess
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final, cast
+
+import msgspec
 
 from loraplex.config import EngineConfig
 from loraplex.core.errors import ErrorCode, InternalFault, LoraplexError, error_for
 from loraplex.core.ports import Backend
+from loraplex.runtime.child import (
+    ChildGone,
+    child_command,
+    child_environment,
+    describe_exit,
+    frame,
+    read_frame,
+)
+from loraplex.runtime.worker_process import REPORT_DECODER, RUNNER, WorkerFailed, WorkerStart
 
 _LENGTH: Final = struct.Struct("<I")
-_READY: Final = b"ready"
-_CLOSE: Final = b""
+MODULE: Final = "loraplex.runtime.worker_process"
+STOP_GRACE_S: Final = 3.0
+"""How long a worker may take to end when its pipe is closed: shorter than its engine is given."""
 
 
 class ProcessBackend:
-    """`core.ports.Backend` over a spawned process that owns weights, pool and runner."""
+    """`core.ports.Backend` over a child process that owns weights, pool and runner.
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Starts the worker and waits until its model is loaded; raises the typed error that it ended with."""
-        context = multiprocessing.get_context("spawn")
-        self._pipe, child = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(config, child), daemon=True, name="loraplex-worker"
+    Once the child has died, every call raises `backend_failed` with its exit status.
+    """
+
+    def __init__(self, config: EngineConfig, builder: str = RUNNER) -> None:
+        """Starts the child and waits until its backend is built; raises the typed error that this ended with.
+
+        builder: `module:function` that makes the child's backend from `config`.
+        """
+        self._process = subprocess.Popen(
+            child_command(MODULE),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=child_environment(),
         )
-        self._process.start()
-        child.close()
-        answer = self._receive()
-        if answer != _READY:
-            code, _, message = answer.decode("utf-8").partition(": ")
-            raise error_for(ErrorCode(code), message)
+        self._to = cast(BinaryIO, self._process.stdin)
+        self._from = cast(BinaryIO, self._process.stdout)
+        try:
+            self._send(msgspec.msgpack.encode(WorkerStart(config, builder)))
+            report = REPORT_DECODER.decode(self._receive())
+            if isinstance(report, WorkerFailed):
+                raise error_for(ErrorCode(report.code), report.message, param=report.param)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
 
     def launch(self, plan: bytes) -> None:
         """Send a packed plan."""
-        try:
-            self._pipe.send_bytes(plan)
-        except OSError as error:
-            raise InternalFault(ErrorCode.BACKEND_FAILED, f"the worker process is gone: {error}") from error
+        self._send(plan)
 
     def collect(self) -> bytes:
         """The oldest outstanding result; blocks for it."""
         return self._receive()
 
     def close(self) -> None:
-        """End the worker."""
-        if self._process.is_alive():
-            try:
-                self._pipe.send_bytes(_CLOSE)
-            except OSError:
-                self._process.terminate()
-        self._process.join()
-        self._pipe.close()
+        """End the child, with the step that it may be in."""
+        self._end()
+        self._from.close()
+
+    def _end(self) -> int:
+        with suppress(BrokenPipeError):
+            self._to.close()
+        try:
+            return self._process.wait(STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _send(self, payload: bytes) -> None:
+        try:
+            self._to.write(frame(payload))
+            self._to.flush()
+        except (OSError, ValueError) as error:  # ValueError: its pipe is closed
+            raise self._gone() from error
 
     def _receive(self) -> bytes:
         try:
-            return self._pipe.recv_bytes()
-        except (EOFError, OSError) as error:
-            raise InternalFault(ErrorCode.BACKEND_FAILED, "the worker process died") from error
+            return read_frame(self._from)
+        except (ChildGone, OSError, ValueError) as error:
+            raise self._gone() from error
 
-
-def _serve(config: EngineConfig, pipe: Connection) -> None:
-    from loraplex.runtime.build import describe_model, engine_limits, make_runner
-
-    try:
-        base = describe_model(config)
-        runner = make_runner(config, base, engine_limits(config, base))
-    except LoraplexError as error:
-        pipe.send_bytes(f"{error.code.value}: {error.message}".encode())
-        return
-    pipe.send_bytes(_READY)
-    while plan := pipe.recv_bytes():
-        runner.launch(plan)
-        pipe.send_bytes(runner.collect())
+    def _gone(self) -> LoraplexError:
+        how = describe_exit(self._end())  # if it lives, it is of no use: a plan or a result is lost
+        return InternalFault(ErrorCode.BACKEND_FAILED, f"the worker process is gone: {how}")
 
 
 class PlanLog:
-    """A backend that writes every plan to a file before it passes it on."""
+    """A backend that writes every plan to a file before it passes it on: the plan that broke a backend is there."""
 
     def __init__(self, path: Path, backend: Backend) -> None:
         self._file = path.open("wb")
@@ -93,8 +118,8 @@ class PlanLog:
 
     def launch(self, plan: bytes) -> None:
         """Log, then launch."""
-        self._file.write(_LENGTH.pack(len(plan)))
-        self._file.write(plan)
+        self._file.write(frame(plan))
+        self._file.flush()
         self._backend.launch(plan)
 
     def collect(self) -> bytes:

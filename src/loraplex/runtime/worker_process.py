@@ -1,0 +1,117 @@
+"""The worker's process: builds a backend, runs the packed plans that its parent sends, answers with packed results.
+
+Run as `python -m loraplex.runtime.worker_process` by `runtime.worker.ProcessBackend`, which sends one `WorkerStart`,
+reads one `WorkerReport` and then plans' results. It sees nothing of the control plane but plans.
+
+A thread does nothing but read: so plans are always taken, whatever a result waits for, and so the end of the parent is
+noticed during a long step too. Specification: DESIGN 3 (what crosses between the towers), DESIGN 4 "Processes".
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from loraplex.config import EngineConfig
+from loraplex.core.errors import ErrorCode, LoraplexError
+from loraplex.core.ports import Backend
+from loraplex.runtime.child import ChildGone, Parent
+
+RUNNER: Final = "loraplex.runtime.worker_process:build_runner"
+
+
+class WorkerStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a worker is to run. builder: `module:function`, called with the configuration, returns a backend."""
+
+    config: EngineConfig
+    builder: str = RUNNER
+
+
+class WorkerReady(msgspec.Struct, frozen=True, tag=True):
+    """The worker takes plans."""
+
+
+class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
+    """The backend could not be built. The process exits after this."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+WorkerReport = WorkerReady | WorkerFailed
+
+START_DECODER: Final[msgspec.msgpack.Decoder[WorkerStart]] = msgspec.msgpack.Decoder(WorkerStart)
+REPORT_DECODER: Final[msgspec.msgpack.Decoder[WorkerReport]] = msgspec.msgpack.Decoder(WorkerReport)
+
+
+def build_runner(config: EngineConfig) -> Backend:
+    """The model's runner, as an engine would have it in its own process."""
+    from loraplex.runtime.build import describe_model, engine_limits, make_runner
+
+    base = describe_model(config)
+    return make_runner(config, base, engine_limits(config, base))
+
+
+def _build(start: WorkerStart) -> Backend:
+    module, _, function = start.builder.partition(":")
+    builder: Callable[[EngineConfig], Backend] = getattr(importlib.import_module(module), function)
+    return builder(start.config)
+
+
+def _read(parent: Parent, plans: queue.SimpleQueue[bytes]) -> None:
+    """Take plans until there is no parent to take them from; then end this process.
+
+    At once: nobody waits for the step in hand, and whoever comes next needs the device.
+    """
+    try:
+        while True:
+            plans.put(parent.receive_bytes())
+    except ChildGone:
+        os._exit(0)
+
+
+def run(parent: Parent, start: WorkerStart) -> int:
+    """Build, then run plans until the parent closes its pipe; the exit status when there is nothing to run."""
+    plans: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(parent, plans), daemon=True, name="plans").start()
+    try:
+        backend = _build(start)
+    except LoraplexError as error:
+        parent.send(WorkerFailed(error.code.value, error.message, error.param))
+        return 1
+    except Exception as error:
+        logging.getLogger(__name__).exception("the worker could not be built")
+        parent.send(WorkerFailed(ErrorCode.INTERNAL.value, f"{type(error).__name__}: {error}"))
+        return 1
+    parent.send(WorkerReady())
+    while True:  # the reader ends the process
+        backend.launch(plans.get())
+        parent.send_bytes(backend.collect())
+
+
+def main() -> int:
+    """The child's entry. A signal to end is for the engine, which closes the pipe when its step is done."""
+    parent = Parent(tied=False)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stderr, format="%(levelname)s worker %(name)s: %(message)s"
+    )
+    try:
+        start = parent.receive(START_DECODER)
+    except ChildGone:
+        return 1
+    return run(parent, start)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
