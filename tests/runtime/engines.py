@@ -34,8 +34,10 @@ from loraplex.core.messages import (
 from loraplex.core.ports import Clock, EventSink, Mailbox
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.step import Engine
+from loraplex.runtime.worker import ProcessBackend
 from loraplex.sim.device import VirtualDevice
 
+SPLIT = "tests.runtime.engines:build_split"
 VIRTUAL = "tests.runtime.engines:build_virtual"
 ECHO = "tests.runtime.engines:build_echo"
 VOCAB = 997
@@ -66,9 +68,9 @@ class Built:
     close: Callable[[], None] = lambda: None
 
 
-def build_virtual(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
-    """The real engine over 4,096 virtual pages."""
-    limits = EngineLimits(
+def virtual_limits(config: EngineConfig) -> EngineLimits:
+    """Sizes of an engine over 4,096 virtual pages."""
+    return EngineLimits(
         kv=KvShape(1, 1, 1, 4, 16),
         num_pages=4097,
         max_requests=config.max_requests,
@@ -77,8 +79,24 @@ def build_virtual(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: 
         vocab_size=VOCAB,
         depth=config.pipeline_depth,
     )
-    engine = Engine(limits, VirtualDevice(limits.bounds, 16), mailbox, clock, events)
+
+
+def virtual_device(config: EngineConfig) -> VirtualDevice:
+    """The virtual device, for this process or a worker's."""
+    return VirtualDevice(virtual_limits(config).bounds, 16)
+
+
+def build_virtual(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
+    """The real engine over the virtual device."""
+    engine = Engine(virtual_limits(config), virtual_device(config), mailbox, clock, events)
     return Built(engine, {**INFO, "max_model_len": 32768})
+
+
+def build_split(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
+    """The real engine over the virtual device in a worker process, whose id it tells."""
+    backend = ProcessBackend(config, "tests.runtime.engines:virtual_device")
+    engine = Engine(virtual_limits(config), backend, mailbox, clock, events)
+    return Built(engine, {**INFO, "max_model_len": 32768, "worker": backend.pid}, backend.close)
 
 
 @dataclass

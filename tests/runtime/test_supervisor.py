@@ -210,6 +210,29 @@ def test_an_engine_that_never_answers_again_is_replaced(tmp_path: Path) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("victim", ["engine", "worker"])
+def test_engine_and_worker_die_together_and_others_serve(tmp_path: Path, victim: str) -> None:
+    async def test() -> None:
+        async with served(tmp_path, engines.SPLIT) as (supervisor, client):
+            engine, worker = psutil.Process(supervisor.pid), psutil.Process(supervisor.info["worker"])
+            group = client.submit([submit("a", [1, 2], max_tokens=30_000)])
+            assert isinstance((await group.read())[0][1], Tokens)
+            os.kill(engine.pid if victim == "engine" else worker.pid, signal.SIGKILL)
+            assert (await read_all(group))[1].code == "engine_died"
+            await supervisor.until(EngineState.READY)
+            await asyncio.to_thread(psutil.wait_procs, [engine, worker], 20)
+            for process in (engine, worker):
+                assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+            assert supervisor.info["worker"] != worker.pid
+            second = psutil.Process(supervisor.info["worker"])
+            tokens, _ = await read_all(client.submit([submit("a", [1, 2])]))
+            assert tokens == expected_tokens(np.array([1, 2], dtype=np.int32), 0, 8, engines.VOCAB)
+        await asyncio.to_thread(psutil.wait_procs, [second], 20)
+        assert not second.is_running() or second.status() == psutil.STATUS_ZOMBIE
+
+    run(test)
+
+
 def test_stopping_ends_the_process_and_what_was_open(tmp_path: Path) -> None:
     async def test() -> None:
         async with served(tmp_path) as (supervisor, client):
