@@ -35,7 +35,7 @@ setup: $(RUNTIME)
 setup-dev: $(DEV)
 
 serve: $(RUNTIME)
-	$(BIN)/loraplex serve --demo --host $(HOST) --port $(PORT) $(ARGS)
+	$(BIN)/loraplex serve --demo --adapter-dir demo/adapters --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(DEV)
 	$(PYTEST) -m "not gpu and not long" $(ARGS)

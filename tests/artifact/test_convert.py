@@ -126,3 +126,19 @@ def test_shards_together_hold_each_factor(tmp_path: Path, ranks: int) -> None:
             np.testing.assert_array_equal(read_back(image, *where, Factor.A, whole, Dtype.FLOAT32), a.data)
     assert len({image.kernel_digest for image in images}) == ranks
     assert len({image.key for image in images}) == 1
+
+
+def test_what_cannot_be_sharded_is_refused(tmp_path: Path) -> None:
+    uneven = load_adapter(write_lora(tmp_path / "a"), tiny_base())
+    biased = write_lora(tmp_path / "b", target_modules=["q_proj"], lora_bias=True)
+    stem = "base_model.model.model.layers.{}.self_attn.q_proj.lora_B.bias"
+    keep = {name: value for name, value in lora_tensors().items() if "q_proj" in name}
+    save_file(
+        keep | {stem.format(i): torch.zeros(32) for i in range(3)}, biased / "adapter_model.safetensors"
+    )
+    vectors = load_adapter(biased, tiny_base())
+    for artifact, ranks, words in ((uneven, 3, "do not divide"), (vectors, 2, "cannot be sharded")):
+        with pytest.raises(CallerError) as caught:
+            to_image(artifact, geometry(Dtype.FLOAT32), Dtype.FLOAT32, BASE, shard=(0, ranks))
+        assert caught.value.code is ErrorCode.ADAPTER_UNSUPPORTED
+        assert words in caught.value.message

@@ -9,7 +9,15 @@ import numpy as np
 import torch
 
 from loraplex.core.ids import Module
-from loraplex.core.layout import AdapterImage, Factor, Geometry, ModuleShape, PageGeometry, page_checksum, place
+from loraplex.core.layout import (
+    AdapterImage,
+    Factor,
+    Geometry,
+    ModuleShape,
+    PageGeometry,
+    page_checksum,
+    place,
+)
 from loraplex.core.plan import BatchPlan
 from loraplex.ops.interface import ModuleDims
 from loraplex.ops.table import AdapterTable
@@ -55,11 +63,15 @@ def make_image(adapter: Adapter, dtype: torch.dtype, page_bytes: int) -> Adapter
         data = to_bytes(part, dtype if whole is not None else torch.float32).reshape(-1)
         pages[e.page, e.offset : e.offset + data.size] = data
     modules = np.array(
-        [(s.layer, s.module, s.rank, np.float32(adapter[s.layer, s.module].scale).view(np.int32)) for s in shapes],
+        [
+            (s.layer, s.module, s.rank, np.float32(adapter[s.layer, s.module].scale).view(np.int32))
+            for s in shapes
+        ],
         dtype=np.int32,
     )
     columns = [
-        (e.layer, e.module, e.factor, e.rank_lo, e.rank_n, e.col_lo, e.col_n, e.page, e.offset) for e in extents
+        (e.layer, e.module, e.factor, e.rank_lo, e.rank_n, e.col_lo, e.col_n, e.page, e.offset)
+        for e in extents
     ]
     return AdapterImage(
         key="a" * 64,

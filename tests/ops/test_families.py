@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.ops.build import GATE_UP, QKV, World, make_plan, make_world, random_adapter, reference
 
 from loraplex.core.ids import Module
 from loraplex.core.layout import Factor
 from loraplex.core.plan import BatchPlan
 from loraplex.ops.dispatch import FAMILIES, make_operator
 from loraplex.ops.interface import ModuleDims, RowSet
-from tests.ops.build import GATE_UP, QKV, World, make_plan, make_world, random_adapter, reference
 
 DIMS = ModuleDims(
     2,
@@ -29,7 +29,11 @@ def random_world(seed: int, dtype: torch.dtype, adapters: int, ranks: list[int])
     rng = np.random.default_rng(seed)
     made = []
     for index in range(adapters):
-        subset = list(DIMS.dims) if index % 3 == 0 else rng.permutation(list(DIMS.dims))[: rng.integers(1, 6)].tolist()
+        subset = (
+            list(DIMS.dims)
+            if index % 3 == 0
+            else rng.permutation(list(DIMS.dims))[: rng.integers(1, 6)].tolist()
+        )
         vectors = [(), (Factor.G, Factor.C), (Factor.H,), (Factor.C,)][index % 4]
         own = [*ranks, 0] if vectors else ranks
         adapter = random_adapter(rng, DIMS, dtype, own, [Module(m) for m in subset], vectors)
@@ -48,7 +52,7 @@ def check(world: World, plan: BatchPlan, family: str | None, seed: int = 0) -> N
     check_call(world, ops, rng, slots[plan.logit_rows], 0, (Module.LM_HEAD,), RowSet.LOGIT)
 
 
-def check_call(world, ops, rng, slots, layer, modules, rows) -> None:  # noqa: ANN001
+def check_call(world, ops, rng, slots, layer, modules, rows) -> None:
     dtype = world.table.dtype
     d_in = DIMS.dims[modules[0]][0]
     width = sum(DIMS.dims[m][1] for m in modules)
@@ -59,7 +63,9 @@ def check_call(world, ops, rng, slots, layer, modules, rows) -> None:  # noqa: A
     expected, bound = reference(world, slots, y.double().numpy(), x.double().numpy(), layer, modules)
     ops.apply(y, x, layer, modules, rows)
     error = np.abs(y.double().numpy() - expected)
-    assert (error <= bound).all(), f"layer {layer} {modules}: {error.max()} at {np.argwhere(error > bound)[:3]}"
+    assert (error <= bound).all(), (
+        f"layer {layer} {modules}: {error.max()} at {np.argwhere(error > bound)[:3]}"
+    )
     base = torch.from_numpy(slots == 0)
     assert torch.equal(buffer[base], before[base])
     assert torch.equal(buffer[:, 0], before[:, 0])

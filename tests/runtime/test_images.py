@@ -104,6 +104,32 @@ def test_a_changed_byte_of_header_or_tables_is_refused(tmp_path: Path, at: int) 
     refused(store.open, make_image().kernel_digest)
 
 
+@pytest.mark.parametrize(
+    ("at", "words"),
+    [(0, "starts with"), (64, "holds the image"), (24, "header implies"), (130, "their digest")],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, at: int, words: str) -> None:
+    store = ImageStore(tmp_path)
+    path = store.put(make_image())
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    assert words in refused(store.open, make_image().kernel_digest)
+
+
+def test_a_full_disk_is_a_typed_refusal_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    store = ImageStore(tmp_path)
+    monkeypatch.setattr(os, "write", full)
+    assert "No space left" in refused(store.put, make_image())
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_changed_page_is_found_by_verify(tmp_path: Path) -> None:
     store = ImageStore(tmp_path)
     path = store.put(make_image())

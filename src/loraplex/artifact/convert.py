@@ -19,6 +19,7 @@ from loraplex.artifact.identify import identify
 from loraplex.artifact.record import AdaptedModule, Artifact, Role
 from loraplex.artifact.shards import WHOLE, local_layout, module_shapes
 from loraplex.artifact.tensors import Array, Dtype, convert
+from loraplex.artifact.threads import map_threads
 from loraplex.artifact.vectors import vectors_of
 from loraplex.core.layout import (
     EXTENT_COLUMNS,
@@ -52,10 +53,13 @@ def to_image(
     by_module: dict[tuple[int, int], list[Extent]] = {}
     for extent in extents:
         by_module.setdefault((extent.layer, int(extent.module)), []).append(extent)
-    for module in artifact.modules:
+
+    def fill(module: AdaptedModule) -> None:
         stored = _stored(module, dtype, base_tensors, local_layout(module, shard))
         for extent in by_module[module.layer, int(module.module)]:
             _write(buffer, extent, stored[extent.factor])
+
+    map_threads(fill, artifact.modules, buffer.nbytes)
     table = extent_table(extents)
     identity = identify(artifact, base_abi)
     return AdapterImage(
@@ -67,8 +71,14 @@ def to_image(
         ),
         extents=table,
         pages=buffer,
-        checksums=page_checksum(buffer),
+        checksums=checksums_of(buffer),
     )
+
+
+def checksums_of(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """`page_checksum` of each page, on several threads."""
+    sums = map_threads(lambda page: page_checksum(pages[page : page + 1]), range(len(pages)), pages.nbytes)
+    return np.concatenate([np.zeros(0, dtype=np.int64), *sums])
 
 
 def kernel_abi(

@@ -10,9 +10,9 @@ Specification: 0x01G (catalog identity apart from content), 0x07F (publication b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
@@ -40,6 +40,31 @@ class Revision:
     def key(self) -> str:
         """Semantic digest: what the engine calls it."""
         return self.prepared.identity.semantic
+
+    def describe(self, live: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The adapter's public JSON (DESIGN 5). live: the engine's view of its key, None when it has none."""
+        live = live or {}
+        prepared = self.prepared
+        return {
+            "alias": self.alias,
+            "revision": self.revision,
+            "artifact_digest": prepared.identity.artifact,
+            "semantic_digest": prepared.identity.semantic,
+            "method": prepared.method,
+            "ranks": list(prepared.ranks),
+            "targets": list(prepared.targets),
+            "tensors_applied": prepared.tensors_applied,
+            "tensors_total": prepared.tensors_total,
+            "state": live.get("state", "absent"),
+            "tier_bytes": {
+                "device": prepared.device_bytes if live.get("device_pages") else 0,
+                "host": prepared.host_bytes,
+            },
+            "leases": live.get("leases", 0),
+            "pinned": live.get("pinned", False),
+            "generation": self.generation,
+            "source": self.source,
+        }
 
 
 def check_alias(alias: str) -> str:
@@ -79,7 +104,9 @@ class AdapterCatalog:
         check_alias(alias)
         if alias in self._reserved:
             raise CallerError(
-                ErrorCode.ADAPTER_EXISTS, f"{alias!r} is the base model's name; choose another alias", param="alias"
+                ErrorCode.ADAPTER_EXISTS,
+                f"{alias!r} is the base model's name; choose another alias",
+                param="alias",
             )
         if alias in self._current:
             raise CallerError(
@@ -119,7 +146,9 @@ class AdapterCatalog:
         """Current revision of `alias`; `adapter_not_found` otherwise."""
         revision = self._current.get(alias)
         if revision is None:
-            raise CallerError(ErrorCode.ADAPTER_NOT_FOUND, f"adapter {alias!r} is not registered", param="alias")
+            raise CallerError(
+                ErrorCode.ADAPTER_NOT_FOUND, f"adapter {alias!r} is not registered", param="alias"
+            )
         return revision
 
     def resolve(self, name: str) -> Revision:
@@ -128,7 +157,9 @@ class AdapterCatalog:
         revision = self._current.get(alias)
         if revision is None or (at and number != str(revision.revision)):
             known = f"; its current revision is {revision.revision}" if revision is not None else ""
-            raise CallerError(ErrorCode.MODEL_NOT_FOUND, f"model {name!r} does not exist{known}", param="model")
+            raise CallerError(
+                ErrorCode.MODEL_NOT_FOUND, f"model {name!r} does not exist{known}", param="model"
+            )
         return revision
 
     def shares(self, key: str) -> bool:

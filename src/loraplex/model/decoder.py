@@ -8,12 +8,12 @@ Specification: 0x02 (one base projection, many adapter projections), 0x03D (one 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 
 from loraplex.core.ids import Module
+from loraplex.model.attention.interface import AttentionBatch
+from loraplex.model.linear import Linear
 from loraplex.model.rope import RopeTable, rotate_
 from loraplex.model.spec import DecoderSpec
 from loraplex.model.weights import DecoderWeights, LayerWeights
@@ -21,17 +21,6 @@ from loraplex.ops.interface import AdapterOps, RowSet
 
 _QKV = (Module.Q, Module.K, Module.V)
 _GATE_UP = (Module.GATE, Module.UP)
-
-
-class AttentionBatch(Protocol):
-    """Attention of one step: which rows belong to which history is inside."""
-
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Append k and v at the rows' positions, then attend.
-
-        q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim], rotated. Returns [T, heads, head_dim].
-        """
-        ...
 
 
 class Decoder:
@@ -67,8 +56,8 @@ class Decoder:
         return self._logits(hidden, adapters, logit_rows)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMS norm over the last dimension, accumulated in float32 and rounded before the weight is applied."""
-        return rms_norm(x, weight, self.spec.rms_eps)
+        """RMS norm over the hidden dimension, accumulated in float32."""
+        return F.rms_norm(x, weight.shape, weight, self.spec.rms_eps)
 
     def _attend(
         self,
@@ -81,63 +70,57 @@ class Decoder:
         adapters: AdapterOps,
     ) -> torch.Tensor:
         spec = self.spec
-        qkv = _project(x, layer.qkv, layer.qkv_bias, index, _QKV, (spec.q_size, spec.kv_size, spec.kv_size), adapters)
+        sizes = (spec.q_size, spec.kv_size, spec.kv_size)
+        qkv = _project(x, layer.qkv, index, _QKV, sizes, adapters)
         heads = qkv.view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
         qk = heads[:, : spec.heads + spec.kv_heads]
         if layer.qk_norm is not None:
-            qk.copy_(self._norm(qk, layer.qk_norm))
+            qk.copy_(F.rms_norm(qk, (spec.head_dim,), None, spec.rms_eps).mul_(layer.qk_norm))
         rotate_(qk, cos, sin)
-        out = attention.run(index, qk[:, : spec.heads], qk[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :])
+        out = attention.run(
+            index, qk[:, : spec.heads], qk[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :]
+        )
         out = out.reshape(x.shape[0], spec.q_size)
-        return _project(out, layer.o, layer.o_bias, index, (Module.O,), (spec.hidden_size,), adapters)
+        return _project(out, layer.o, index, (Module.O,), (spec.hidden_size,), adapters)
 
-    def _feed_forward(self, index: int, layer: LayerWeights, x: torch.Tensor, adapters: AdapterOps) -> torch.Tensor:
+    def _feed_forward(
+        self, index: int, layer: LayerWeights, x: torch.Tensor, adapters: AdapterOps
+    ) -> torch.Tensor:
         inner = self.spec.intermediate_size
-        both = _project(x, layer.gate_up, layer.gate_up_bias, index, _GATE_UP, (inner, inner), adapters)
+        both = _project(x, layer.gate_up, index, _GATE_UP, (inner, inner), adapters)
         active = F.silu(both[:, :inner]).mul_(both[:, inner:])
-        return _project(active, layer.down, layer.down_bias, index, (Module.DOWN,), (self.spec.hidden_size,), adapters)
+        return _project(active, layer.down, index, (Module.DOWN,), (self.spec.hidden_size,), adapters)
 
     def _logits(self, hidden: torch.Tensor, adapters: AdapterOps, logit_rows: torch.Tensor) -> torch.Tensor:
         if logit_rows.numel() == 0:
             return torch.empty((0, self.spec.vocab_size), dtype=torch.float32, device=hidden.device)
         x = self._norm(hidden[logit_rows], self.weights.final_norm)
-        y = F.linear(x, self.weights.lm_head)
+        y = self.weights.lm_head(x)
         if adapters.active:
             adapters.apply(y, x, 0, (Module.LM_HEAD,), RowSet.LOGIT)
         return y.float()
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of the last dimension. weight: broadcastable to x."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True).add_(eps))
-    return (wide * scale).to(x.dtype) * weight
-
-
 def _project(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    projection: Linear,
     layer: int,
     modules: tuple[Module, ...],
     sizes: tuple[int, ...],
     adapters: AdapterOps,
 ) -> torch.Tensor:
-    """y = g * ((x * h) W^T + s (x A^T) B^T) + c for modules that share an input; one GEMM unless an h splits them.
+    """y = g * ((x * h) W^T + b + s (x A^T) B^T) + c for modules that share an input; one GEMM unless an h splits them.
 
-    The bias of the projection lies inside the parentheses: g scales it too, as the adapter's own c is computed for.
+    The projection's own bias b lies inside the parentheses for every row; an adapter's c is relative to that.
     """
     if not adapters.active:
-        return F.linear(x, weight, bias)
+        return projection(x)
     inputs = [adapters.scale_input(x, layer, module) for module in modules] if adapters.scales_input else [x]
-    if all(scaled is x for scaled in inputs):
-        y = F.linear(x, weight, bias)
+    if len(inputs) == 1:
+        y = projection(inputs[0])
+    elif all(scaled is x for scaled in inputs):
+        y = projection(x)
     else:
-        y = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-        start = 0
-        for scaled, size in zip(inputs, sizes, strict=True):
-            part = slice(start, start + size)
-            y[:, part] = F.linear(scaled, weight[part], None if bias is None else bias[part])
-            start += size
+        y = torch.cat([projection(h).split(sizes, dim=1)[i] for i, h in enumerate(inputs)], dim=1)
     adapters.apply(y, x, layer, modules)
     return y

@@ -31,7 +31,9 @@ def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     """
     if name != "auto" and name not in TORCH_DTYPES:
         raise CallerError(
-            ErrorCode.CONFIG_INVALID, f"dtype must be auto, {', '.join(TORCH_DTYPES)}; got {name!r}", param="dtype"
+            ErrorCode.CONFIG_INVALID,
+            f"dtype must be auto, {', '.join(TORCH_DTYPES)}; got {name!r}",
+            param="dtype",
         )
     if name != "auto":
         return TORCH_DTYPES[name], f"{name}, as asked"

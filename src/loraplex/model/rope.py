@@ -40,7 +40,11 @@ def _yarn(plain: torch.Tensor, rope: RopeSpec, head_dim: int) -> torch.Tensor:
     """Dimensions that turn often keep their frequency, rare ones are interpolated, with a linear ramp between."""
 
     def dimension(rotations: float) -> float:
-        return head_dim * math.log(rope.original_positions / (rotations * 2.0 * math.pi)) / (2.0 * math.log(rope.theta))
+        return (
+            head_dim
+            * math.log(rope.original_positions / (rotations * 2.0 * math.pi))
+            / (2.0 * math.log(rope.theta))
+        )
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
@@ -70,7 +74,9 @@ class RopeTable:
     cos, sin: [positions, head_dim]; sin carries the sign of the rotation: -sin in the first half, +sin in the second.
     """
 
-    def __init__(self, rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, rope: RopeSpec, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         frequencies, scale = inverse_frequencies(rope, head_dim)
         angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
         cos, sin = angles.cos() * scale, angles.sin() * scale

@@ -17,7 +17,7 @@ from typing import Any, Final
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ids import LAYER_MODULES, Module
 from loraplex.core.layout import KvShape
-from loraplex.ops.interface import ModuleDims
+from loraplex.ops.dims import ModuleDims
 
 
 class Family(StrEnum):
@@ -164,7 +164,9 @@ _INERT: Final[dict[str, tuple[object, ...]]] = {
 
 def _unsupported(param: str, value: object, expectation: str) -> CallerError:
     return CallerError(
-        ErrorCode.MODEL_UNSUPPORTED, f"config.json: {param} is {value!r}; this server implements {expectation}", param=param
+        ErrorCode.MODEL_UNSUPPORTED,
+        f"config.json: {param} is {value!r}; this server implements {expectation}",
+        param=param,
     )
 
 
@@ -200,7 +202,9 @@ def spec_from_config(config: Mapping[str, Any]) -> DecoderSpec:
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise _unsupported("hidden_act", activation, "'silu'")
-    hidden, heads, layers = (_integer(config, k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    hidden, heads, layers = (
+        _integer(config, k) for k in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    )
     kv_heads = _kv_heads(config, family, heads)
     attention_bias = _flag(config, "attention_bias") if family in (Family.LLAMA, Family.QWEN3) else False
     _no_other_bias(config, family)
@@ -260,7 +264,9 @@ def _head_dim(config: Mapping[str, Any], family: Family, hidden: int, heads: int
         if family is Family.QWEN3:
             return 128
         if hidden % heads:
-            raise _unsupported("hidden_size", hidden, f"multiples of num_attention_heads = {heads} without head_dim")
+            raise _unsupported(
+                "hidden_size", hidden, f"multiples of num_attention_heads = {heads} without head_dim"
+            )
     head_dim = _integer(config, "head_dim", hidden // heads)
     if head_dim % 2:
         raise _unsupported("head_dim", head_dim, "even head dimensions")
@@ -297,18 +303,26 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[in
         if types:
             raise _unsupported("layer_types", types, "one window for all layers of mistral")
         # An absent key means 4096 to the reference implementation; null means no window.
-        window = _integer(config, "sliding_window", 4096) if config.get("sliding_window", 4096) is not None else None
+        window = (
+            _integer(config, "sliding_window", 4096)
+            if config.get("sliding_window", 4096) is not None
+            else None
+        )
         return (window,) * layers
     window = None
     if _flag(config, "use_sliding_window") and config.get("sliding_window", 4096) is not None:
         window = _integer(config, "sliding_window", 4096)
     if types is None:
         first = config.get("max_window_layers", 28)
-        types = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(layers)]
+        types = [
+            "full_attention" if window is None or i < first else "sliding_attention" for i in range(layers)
+        ]
     if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise _unsupported("layer_types", types, f"{layers} entries of full_attention or sliding_attention")
     if window is None and "sliding_attention" in types:
-        raise _unsupported("layer_types", types, "sliding_attention only with use_sliding_window and sliding_window")
+        raise _unsupported(
+            "layer_types", types, "sliding_attention only with use_sliding_window and sliding_window"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
@@ -337,7 +351,9 @@ def _rope(config: Mapping[str, Any], max_positions: int) -> RopeSpec:
     except ValueError:
         raise _unsupported(f"{key}.rope_type", name, ", ".join(k.value for k in RopeKind)) from None
     if table.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise _unsupported(f"{key}.partial_rotary_factor", table["partial_rotary_factor"], "rotation of the whole head")
+        raise _unsupported(
+            f"{key}.partial_rotary_factor", table["partial_rotary_factor"], "rotation of the whole head"
+        )
     common = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     if kind is RopeKind.DEFAULT:
         common |= set().union(*_ROPE_KEYS.values())  # parameters of kinds that are not used change nothing
@@ -354,7 +370,9 @@ def _rope(config: Mapping[str, Any], max_positions: int) -> RopeSpec:
         return RopeSpec(theta, kind, factor)
     stated = config.get("original_max_position_embeddings")
     original = stated if stated is not None else table.get("original_max_position_embeddings")
-    original = _integer({"original_max_position_embeddings": original}, "original_max_position_embeddings", max_positions)
+    original = _integer(
+        {"original_max_position_embeddings": original}, "original_max_position_embeddings", max_positions
+    )
     if kind is RopeKind.LLAMA3:
         low, high = _number(table, "low_freq_factor"), _number(table, "high_freq_factor")
         if high <= low:

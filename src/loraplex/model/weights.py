@@ -9,6 +9,7 @@ Specification: DESIGN 4 "Models", "Start-up".
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from safetensors import SafetensorError, safe_open
 
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ids import Module
-from loraplex.model.spec import DecoderSpec, module_name
+from loraplex.model.linear import Linear
+from loraplex.model.rope import inverse_frequencies
+from loraplex.model.spec import DecoderSpec, RopeSpec, module_name
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) after each tensor."""
@@ -28,38 +31,41 @@ Progress = Callable[[int, int], None]
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _DUMMY_STD: Final = 0.02
+_FREQUENCIES: Final = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """One decoder layer; matrices as [d_out, d_in].
+    """One decoder layer; projections as [d_out, d_in].
 
     qkv: [q + k + v, hidden]. qk_norm: [heads + kv_heads, head_dim], the q norm for each query head, then the k norm.
     gate_up: [2 * intermediate, hidden].
     """
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Linear
     qk_norm: torch.Tensor | None
-    o: torch.Tensor
-    o_bias: torch.Tensor | None
+    o: Linear
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The four matrices."""
+        return self.qkv, self.o, self.gate_up, self.down
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DecoderWeights:
-    """All weights of a decoder. embed: [vocabulary, hidden]; lm_head is the same tensor when embeddings are tied."""
+    """All weights of a decoder. embed: [vocabulary, hidden]; tied: the head's values are the embedding's."""
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    lm_head: torch.Tensor
+    lm_head: Linear
+    tied: bool
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,11 +79,20 @@ class DecoderWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, a shared one once."""
-        tensors = [self.embed, self.final_norm, *([] if self.lm_head is self.embed else [self.lm_head])]
+        """Bytes of the parameters, shared ones once."""
+        total = self.embed.nbytes + self.final_norm.nbytes + (0 if self.tied else self.lm_head.nbytes)
         for layer in self.layers:
-            tensors += [t for name in LayerWeights.__slots__ if (t := getattr(layer, name)) is not None]
-        return sum(t.nbytes for t in tensors)
+            norms = (layer.input_norm, layer.post_norm, layer.qk_norm)
+            total += sum(t.nbytes for t in norms if t is not None) + sum(p.nbytes for p in layer.projections)
+        return total
+
+    def pack(self) -> DecoderWeights:
+        """These weights, each projection in its device's layout; one matrix at a time, so that the peak stays low."""
+        for layer in self.layers:
+            for projection in layer.projections:
+                projection.pack()
+        self.lm_head.pack()
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,47 +125,51 @@ def allocate(
     if not spec.tied_embeddings:
         lm_head = new(spec.vocab_size, spec.hidden_size)
         targets["lm_head.weight"] = Target(tuple(lm_head.shape), lm_head)
-    return DecoderWeights(embed, tuple(layers), final_norm, lm_head), targets
+    weights = DecoderWeights(embed, tuple(layers), final_norm, Linear(lm_head), spec.tied_embeddings)
+    return weights, targets
 
 
 def _allocate_layer(spec: DecoderSpec, new: Callable[..., torch.Tensor]) -> LayerWeights:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     qkv = spec.q_size + 2 * spec.kv_size
+
+    def linear(d_out: int, d_in: int, bias: bool) -> Linear:
+        return Linear(new(d_out, d_in), new(d_out) if bias else None)
+
     return LayerWeights(
         input_norm=new(hidden),
-        qkv=new(qkv, hidden),
-        qkv_bias=new(qkv) if spec.qkv_bias else None,
+        qkv=linear(qkv, hidden, spec.qkv_bias),
         qk_norm=new(spec.heads + spec.kv_heads, spec.head_dim) if spec.qk_norm else None,
-        o=new(hidden, spec.q_size),
-        o_bias=new(hidden) if spec.o_bias else None,
+        o=linear(hidden, spec.q_size, spec.o_bias),
         post_norm=new(hidden),
-        gate_up=new(2 * inner, hidden),
-        gate_up_bias=new(2 * inner) if spec.mlp_bias else None,
-        down=new(hidden, inner),
-        down_bias=new(hidden) if spec.mlp_bias else None,
+        gate_up=linear(2 * inner, hidden, spec.mlp_bias),
+        down=linear(hidden, inner, spec.mlp_bias),
     )
 
 
 def _layer_targets(spec: DecoderSpec, index: int, layer: LayerWeights) -> dict[str, Target]:
     q, kv, inner = spec.q_size, spec.kv_size, spec.intermediate_size
-    pieces: list[tuple[Module, torch.Tensor, torch.Tensor | None, int, int]] = [
-        (Module.Q, layer.qkv, layer.qkv_bias, 0, q),
-        (Module.K, layer.qkv, layer.qkv_bias, q, kv),
-        (Module.V, layer.qkv, layer.qkv_bias, q + kv, kv),
-        (Module.O, layer.o, layer.o_bias, 0, spec.hidden_size),
-        (Module.GATE, layer.gate_up, layer.gate_up_bias, 0, inner),
-        (Module.UP, layer.gate_up, layer.gate_up_bias, inner, inner),
-        (Module.DOWN, layer.down, layer.down_bias, 0, spec.hidden_size),
-    ]
+    pieces = (
+        (Module.Q, layer.qkv, 0, q),
+        (Module.K, layer.qkv, q, kv),
+        (Module.V, layer.qkv, q + kv, kv),
+        (Module.O, layer.o, 0, spec.hidden_size),
+        (Module.GATE, layer.gate_up, 0, inner),
+        (Module.UP, layer.gate_up, inner, inner),
+        (Module.DOWN, layer.down, 0, spec.hidden_size),
+    )
     out: dict[str, Target] = {}
-    for module, weight, bias, start, size in pieces:
+    for module, projection, start, size in pieces:
         name = module_name(index, module)
-        view = weight[start : start + size]
+        view = projection.weight[start : start + size]
         out[f"{name}.weight"] = Target(tuple(view.shape), view)
-        if bias is not None:
-            out[f"{name}.bias"] = Target((size,), bias[start : start + size])
+        if projection.bias is not None:
+            out[f"{name}.bias"] = Target((size,), projection.bias[start : start + size])
     prefix = f"model.layers.{index}"
-    for name, tensor in (("input_layernorm", layer.input_norm), ("post_attention_layernorm", layer.post_norm)):
+    for name, tensor in (
+        ("input_layernorm", layer.input_norm),
+        ("post_attention_layernorm", layer.post_norm),
+    ):
         out[f"{prefix}.{name}.weight"] = Target(tuple(tensor.shape), tensor)
     if layer.qk_norm is not None:
         heads = (("q_norm", layer.qk_norm[: spec.heads]), ("k_norm", layer.qk_norm[spec.heads :]))
@@ -159,7 +178,9 @@ def _layer_targets(spec: DecoderSpec, index: int, layer: LayerWeights) -> dict[s
     return out
 
 
-def dummy_weights(spec: DecoderSpec, dtype: torch.dtype, device: torch.device, *, seed: int = 0) -> DecoderWeights:
+def dummy_weights(
+    spec: DecoderSpec, dtype: torch.dtype, device: torch.device, *, seed: int = 0
+) -> DecoderWeights:
     """Random weights from the specification alone, the same for the same seed, type and kind of device.
 
     Matrices and biases are normal with deviation 0.02; norms are 1.
@@ -171,13 +192,17 @@ def dummy_weights(spec: DecoderSpec, dtype: torch.dtype, device: torch.device, *
             target.view.fill_(1.0)
         else:
             # A stream of its own for each tensor: the value does not depend on the tensors before it.
-            generator.manual_seed((seed << 32) | zlib.crc32(name.encode()))
+            generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
             target.view.normal_(0.0, _DUMMY_STD, generator=generator)
-    return weights
+    return weights.pack()
 
 
 def load_weights(
-    folder: Path, spec: DecoderSpec, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+    folder: Path,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
 ) -> DecoderWeights:
     """Weights from a folder's safetensors, one file or shards with an index.
 
@@ -194,7 +219,11 @@ def load_weights(
             raise _invalid(f"{name} appears in two shards")
         seen.add(name)
         if name == "lm_head.weight" and spec.tied_embeddings:
-            _check_tied(tensor, targets["model.embed_tokens.weight"], "model.embed_tokens.weight" in seen, folder)
+            _check_tied(
+                tensor, targets["model.embed_tokens.weight"], "model.embed_tokens.weight" in seen, folder
+            )
+        elif _FREQUENCIES.fullmatch(name):
+            _check_frequencies(name, tensor, spec)
         else:
             _fill(name, tensor, targets)
         done += tensor.nbytes
@@ -203,7 +232,7 @@ def load_weights(
     missing = sorted(set(targets) - seen)
     if missing:
         raise _invalid(f"{len(missing)} tensors are missing, the first is {missing[0]}")
-    return weights
+    return weights.pack()
 
 
 def _invalid(what: str) -> CallerError:
@@ -218,7 +247,9 @@ def _shards(folder: Path) -> list[Path]:
     index, single = folder / _INDEX, folder / _SINGLE
     if not index.is_file():
         if not single.is_file():
-            raise _source_missing(folder, f"has neither {_SINGLE} nor {_INDEX}; convert the weights to safetensors")
+            raise _source_missing(
+                folder, f"has neither {_SINGLE} nor {_INDEX}; convert the weights to safetensors"
+            )
         return [single]
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -251,6 +282,13 @@ def _fill(name: str, tensor: torch.Tensor, targets: dict[str, Target]) -> None:
     if tensor.dtype not in _FLOATS:
         raise _invalid(f"{name} has type {tensor.dtype}, expected float32, bfloat16 or float16")
     target.view.copy_(tensor)
+
+
+def _check_frequencies(name: str, tensor: torch.Tensor, spec: DecoderSpec) -> None:
+    """Old files repeat RoPE's unscaled frequencies in each layer; they must be those that the configuration gives."""
+    expected, _ = inverse_frequencies(RopeSpec(spec.rope.theta), spec.head_dim)
+    if tensor.shape != expected.shape or not torch.allclose(tensor.float(), expected, rtol=1e-2, atol=0.0):
+        raise _invalid(f"{name} differs from the frequencies of rope_theta {spec.rope.theta:g}")
 
 
 def _check_tied(tensor: torch.Tensor, embed: Target, loaded: bool, folder: Path) -> None:

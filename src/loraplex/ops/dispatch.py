@@ -9,9 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.plan import BatchPlan
 from loraplex.ops.bgmv import BgmvOps
+from loraplex.ops.cpu import build
+from loraplex.ops.cpu_kernel import CpuKernelOps
 from loraplex.ops.gather_bmm import GatherBmmOps
 from loraplex.ops.indexed import IndexedOps
 from loraplex.ops.interface import AdapterOps, NoAdapters
@@ -24,7 +28,7 @@ Family = Callable[[BatchPlan, AdapterTable], AdapterOps]
 
 FAMILIES: Final[dict[str, Family]] = {
     family.family: family
-    for family in (TorchLoopOps, GatherBmmOps, BgmvOps, SegmentedOps, IndexedOps, StackedOps)
+    for family in (TorchLoopOps, GatherBmmOps, BgmvOps, SegmentedOps, IndexedOps, StackedOps, CpuKernelOps)
 }
 """Every family that takes tensors, by name; the exact reference takes lists and stands apart."""
 
@@ -37,11 +41,22 @@ class Choice:
     reason: str
 
 
+def warm_up(device: torch.device) -> str:
+    """Build or find what the operators need on `device`; one line saying what will serve. Call it before `/ready`."""
+    if device.type == "cpu":
+        build.library()
+        return f"adapter operators: {build.status()}"
+    return "adapter operators: torch"
+
+
 def choose(plan: BatchPlan, table: AdapterTable) -> Choice:
-    """The family that serves a plan with adapter rows."""
-    if plan.prefills == 0:
-        return Choice("stacked", "decode rows are few: two products a module beat two for each adapter")
-    return Choice("segmented", "prefill rows of one adapter are contiguous: slices, no gather")
+    """The family that serves a plan with adapter rows. The measurements are in docs/decisions.md."""
+    phase = "decode" if plan.prefills == 0 else "prefill"
+    if table.pool.device.type == "cpu" and build.library() is not None:
+        return Choice(
+            "cpu_kernel", f"compiled, any rank, {phase}: one call for all adapters, factors in place"
+        )
+    return Choice("segmented", f"torch, any rank, {phase}: the planner makes rows of an adapter contiguous")
 
 
 def make_operator(plan: BatchPlan, table: AdapterTable, family: str | None = None) -> AdapterOps:

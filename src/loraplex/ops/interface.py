@@ -16,13 +16,15 @@ DESIGN 4 "Operators".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
 import torch
 
 from loraplex.core.ids import Module
+from loraplex.ops.dims import ModuleDims
+
+__all__ = ["AdapterOps", "ModuleDims", "NoAdapters", "RowSet"]
 
 
 class RowSet(IntEnum):
@@ -32,18 +34,6 @@ class RowSet(IntEnum):
     """All packed rows, in packed order."""
     LOGIT = 1
     """The plan's `logit_rows`, in that order (for the head)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleDims:
-    """Dimensions of the modules that adapters can change, of this shard.
-
-    layers: decoder layers. dims: module -> (d_in, d_out), the same in all layers. The head is (hidden, vocabulary),
-    the embedding (vocabulary, hidden); both live under layer 0.
-    """
-
-    layers: int
-    dims: dict[Module, tuple[int, int]]
 
 
 class AdapterOps(Protocol):

@@ -82,6 +82,12 @@ class ResidentAdapter:
     pool: torch.Tensor
     dtype: torch.dtype
     views: dict[int, ResidentModule] = field(default_factory=dict)
+    words: tuple[int, ...] = field(init=False)
+    """Addresses of index, ranks, scales, spans and extents, in this order: the compiled kernel's view."""
+
+    def __post_init__(self) -> None:
+        tables = (self.index, self.ranks, self.scales, self.spans, self.extents)
+        object.__setattr__(self, "words", tuple(table.ctypes.data for table in tables))
 
     def has(self, factor: Factor) -> bool:
         """Whether any module carries this factor or vector."""
@@ -230,7 +236,11 @@ class AdapterTable:
     def copy_page(self, page_id: int, source: npt.NDArray[np.uint8]) -> None:
         """Copy the host bytes of one page, uint8 [page_bytes], into the pool; asynchronous on a device's stream."""
         self._check_pages([page_id])
-        self.pool[page_id].copy_(torch.from_numpy(source), non_blocking=True)
+        if self.pool.device.type == "cpu":
+            np.copyto(self.pool[page_id].numpy(), source)
+        else:
+            staged = torch.from_numpy(source.copy()).pin_memory()  # the source may be a read-only mapping
+            self.pool[page_id].copy_(staged, non_blocking=True)
 
     def checksums(self, page_ids: Sequence[int] | I32) -> torch.Tensor:
         """Checksums of pages as they lie on the device, int64 [n], equal to `layout.page_checksum` of their bytes."""

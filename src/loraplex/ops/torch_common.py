@@ -49,6 +49,8 @@ def check_operands(
 def shrink(x: torch.Tensor, module: ResidentModule) -> torch.Tensor:
     """Z = x A^T, summed in float32 and rounded once. x: [n, d_in] -> [n, rank] of x's dtype."""
     pieces = module.pieces(Factor.A)
+    if len(pieces) == 1:
+        return (x.float() @ pieces[0].view.float().T).to(x.dtype)
     z = torch.zeros((x.shape[0], module.rank), dtype=torch.float32, device=x.device)
     for piece in pieces:
         columns = x[:, piece.col_lo : piece.col_lo + piece.col_n].float()
@@ -58,9 +60,12 @@ def shrink(x: torch.Tensor, module: ResidentModule) -> torch.Tensor:
 
 def expand(z: torch.Tensor, module: ResidentModule, d_out: int) -> torch.Tensor:
     """s Z B^T in float32. z: [n, rank] -> [n, d_out]."""
-    out = torch.zeros((z.shape[0], d_out), dtype=torch.float32, device=z.device)
+    pieces = module.pieces(Factor.B)
     wide = z.float()
-    for piece in module.pieces(Factor.B):
+    if len(pieces) == 1:
+        return (wide @ pieces[0].view.float()).mul_(module.scale)
+    out = torch.zeros((z.shape[0], d_out), dtype=torch.float32, device=z.device)
+    for piece in pieces:
         ranks = wide[:, piece.rank_lo : piece.rank_lo + piece.rank_n]
         out[:, piece.col_lo : piece.col_lo + piece.col_n] += ranks @ piece.view.float()
     return out.mul_(module.scale)

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex.artifact.base import BaseModules, BaseTensors
+from loraplex.artifact.checkpoint import CheckpointTensors
+from loraplex.artifact.identify import target_map
 from loraplex.artifact.tensors import Dtype
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ids import Module
@@ -49,7 +51,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CallerError(ErrorCode.MODEL_SOURCE_MISSING, f"{folder} has no config.json; give a model folder") from error
+        raise CallerError(
+            ErrorCode.MODEL_SOURCE_MISSING, f"{folder} has no config.json; give a model folder"
+        ) from error
     except (OSError, ValueError) as error:
         raise CallerError(ErrorCode.CONFIG_INVALID, f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
@@ -79,20 +83,28 @@ def describe_base(folder: Path, dtype: Dtype, page_tokens: int, *, dummy: bool =
     spec = spec_from_config(config)
     modules = base_modules(spec)
     weights = digest({"dummy": True}) if dummy else hash_weights(folder)
-    abi = BaseAbi(
+    abi = base_identity(spec, modules, weights).digest
+    tensors = None if dummy else CheckpointTensors(folder, modules)
+    return BaseModel(spec, modules, abi, spec.kv_shape(dtype.itemsize, page_tokens), dtype, tensors)
+
+
+def base_identity(spec: DecoderSpec, modules: BaseModules, weights: str) -> BaseAbi:
+    """H_base's record. weights: digest of the weight files."""
+    return BaseAbi(
         weights=weights,
         config=digest({"spec": _plain(spec)}),
         transforms=digest({"revision": WEIGHT_TRANSFORM_REVISION}),
-        target_map=digest({m.name: [m.layer, int(m.module), m.d_in, m.d_out] for m in modules.modules()}),
-    ).digest
-    return BaseModel(spec, modules, abi, spec.kv_shape(dtype.itemsize, page_tokens), dtype)
+        target_map=target_map(modules),
+    )
 
 
 def hash_weights(folder: Path) -> str:
     """Digest over the names and bytes of the folder's weight files, hashed in parallel."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CallerError(ErrorCode.MODEL_SOURCE_MISSING, f"{folder} has no safetensors file; convert the model first")
+        raise CallerError(
+            ErrorCode.MODEL_SOURCE_MISSING, f"{folder} has no safetensors file; convert the model first"
+        )
     with ThreadPoolExecutor(max_workers=4) as pool:
         return digest(dict(zip([f.name for f in files], pool.map(_sha256, files), strict=True)))
 

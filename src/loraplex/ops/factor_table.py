@@ -1,0 +1,193 @@
+"""Where each factor of each resident adapter lies, as kernels read it: the device mirror of the adapter table.
+
+int64 addresses [slots, layers, 7, (A, B)] in elements from the pool's start, ranks int32 and scales float32
+[slots, layers, 7]. A factor that lies in one extent has its address; one that is split over pages has
+-(1 + first) instead, and one address for each rank row in `row_list[first:]`. Vectors g and c have float32 element
+addresses in `vectors`. Reads no factor, owns no page: it is told by whoever publishes. A slot is written before any
+launch may name it and cleared after the last one (0x04E, 0x05E).
+
+Specification: 0x06E (ranks against extents), DESIGN 4 "One page pool".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.ids import LAYER_MODULES
+from loraplex.core.layout import EXTENT_ALIGN_BYTES, VECTOR_ITEMSIZE
+from loraplex.core.limits import MAX_RANK
+from loraplex.ops.worklist import RANK_TILE
+
+I64 = npt.NDArray[np.int64]
+
+MODULES: Final = len(LAYER_MODULES)
+HAS_G: Final = 1
+HAS_C: Final = 2
+HAS_H: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFactors:
+    """One adapted module of one layer: where its bytes are.
+
+    module: 0 to 6. a, b: extents (byte offset in the pool, first rank, ranks) that cover the rank in order; empty for
+    rank 0. g, c, h: byte offsets of float32 vectors, or -1.
+    """
+
+    layer: int
+    module: int
+    rank: int
+    scale: float
+    a: Sequence[tuple[int, int, int]] = ()
+    b: Sequence[tuple[int, int, int]] = ()
+    g: int = -1
+    c: int = -1
+    h: int = -1
+
+
+class FactorTable:
+    """Device arrays over `slots` adapter slots; slot 0 stays empty.
+
+    d_in, d_out: dimensions of the seven modules. itemsize: bytes of a factor element. split_rows: room for the rank
+    rows of factors that are split over pages. Raises `operator_layout`, `operator_rank_unsupported`.
+    """
+
+    def __init__(
+        self, slots: int, layers: int, d_in: Sequence[int], d_out: Sequence[int], itemsize: int,
+        device: torch.device, split_rows: int = 1 << 16,
+    ) -> None:  # fmt: skip
+        if len(d_in) != MODULES or len(d_out) != MODULES:
+            raise InternalFault(
+                ErrorCode.OPERATOR_LAYOUT,
+                f"dimensions of {MODULES} modules expected, got {len(d_in)} and {len(d_out)}",
+            )
+        self.slots, self.layers, self.itemsize, self.device = slots, layers, itemsize, device
+        self.d_in, self.d_out = tuple(d_in), tuple(d_out)
+        shape = (slots, layers, MODULES)
+        self.addresses = torch.zeros((*shape, 2), dtype=torch.int64, device=device)
+        self.ranks = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.scales = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.flags = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.vectors = torch.zeros((*shape, 2), dtype=torch.int64, device=device)
+        self.tiles = torch.zeros((slots, MODULES), dtype=torch.int32, device=device)
+        self.row_list = torch.zeros(split_rows, dtype=torch.int64, device=device)
+        self.max_ranks = np.zeros((slots, MODULES), dtype=np.int32)
+        self.has_vectors = np.zeros(slots, dtype=bool)
+        self._free = [(0, split_rows)]
+        self._held: dict[int, tuple[int, int]] = {}
+
+    def write(self, slot: int, modules: Sequence[ModuleFactors]) -> None:
+        """Fill an empty slot. Copies are enqueued on the current stream, so launches enqueued later see all of it."""
+        self._check_slot(slot)
+        shape = (self.layers, MODULES)
+        addresses, vectors = np.zeros((*shape, 2), np.int64), np.zeros((*shape, 2), np.int64)
+        ranks, flags, scales = (
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.float32),
+        )
+        listed: list[int] = []
+        for entry in modules:
+            self._check_entry(entry, ranks)
+            at = (entry.layer, entry.module)
+            ranks[at], scales[at] = entry.rank, entry.scale
+            sides = ((entry.a, self.d_in[entry.module]), (entry.b, self.d_out[entry.module]))
+            for side, (extents, width) in enumerate(sides):
+                addresses[(*at, side)] = self._address(entry, extents, width, listed)
+            flags[at] = HAS_G * (entry.g >= 0) + HAS_C * (entry.c >= 0) + HAS_H * (entry.h >= 0)
+            for index, offset in enumerate((entry.g, entry.c)):
+                vectors[(*at, index)] = max(offset, 0) // VECTOR_ITEMSIZE
+        if listed:
+            first = self._take(slot, len(listed))
+            addresses[addresses < 0] -= first
+            self.row_list[first : first + len(listed)].copy_(torch.tensor(listed, dtype=torch.int64))
+        self.max_ranks[slot] = ranks.max(axis=0, initial=0)
+        self.has_vectors[slot] = bool((flags & (HAS_G | HAS_C)).any())
+        tiles = -(-self.max_ranks[slot] // RANK_TILE)
+        for target, values in (
+            (self.addresses, addresses), (self.ranks, ranks), (self.scales, scales), (self.flags, flags),
+            (self.vectors, vectors), (self.tiles, tiles.astype(np.int32)),
+        ):  # fmt: skip
+            target[slot].copy_(torch.from_numpy(values))
+
+    def clear(self, slot: int) -> None:
+        """Empty a slot: rank 0 everywhere, so that a stale launch adds nothing. The slot may be empty already."""
+        self._check_slot(slot)
+        for target in (self.ranks, self.tiles, self.flags, self.addresses):
+            target[slot].zero_()
+        self.max_ranks[slot] = 0
+        self.has_vectors[slot] = False
+        if slot in self._held:
+            self._free.append(self._held.pop(slot))
+
+    def _address(
+        self, entry: ModuleFactors, extents: Sequence[tuple[int, int, int]], width: int, listed: list[int]
+    ) -> int:
+        row_bytes = width * self.itemsize
+        at = 0
+        for offset, rank_lo, rank_n in extents:
+            if rank_lo != at or rank_n < 1 or offset % EXTENT_ALIGN_BYTES or offset < 0:
+                raise self._refuse(
+                    entry,
+                    f"extent at byte {offset} with ranks {rank_lo}+{rank_n}: expected rank {at}, 16-byte start",
+                )
+            at += rank_n
+        if at != entry.rank:
+            raise self._refuse(entry, f"its extents cover {at} of {entry.rank} ranks")
+        if not extents:
+            return 0
+        if len(extents) == 1 or all(
+            extents[i][0] + extents[i][2] * row_bytes == extents[i + 1][0] for i in range(len(extents) - 1)
+        ):
+            return extents[0][0] // self.itemsize
+        if row_bytes % EXTENT_ALIGN_BYTES:
+            raise self._refuse(
+                entry, f"split over pages with rows of {row_bytes} bytes, not a multiple of 16"
+            )
+        first = len(listed)
+        for offset, _, rank_n in extents:
+            listed.extend(offset // self.itemsize + row * width for row in range(rank_n))
+        return -1 - first
+
+    def _take(self, slot: int, rows: int) -> int:
+        for index, (first, room) in enumerate(self._free):
+            if room >= rows:
+                self._free[index] = (first + rows, room - rows)
+                self._held[slot] = (first, rows)
+                return first
+        raise InternalFault(
+            ErrorCode.OPERATOR_LAYOUT,
+            f"slot {slot} needs {rows} addresses of split factor rows, there is no such room among {self.row_list.numel()}",
+        )
+
+    def _check_entry(self, entry: ModuleFactors, ranks: npt.NDArray[np.int32]) -> None:
+        if not (0 <= entry.layer < self.layers and 0 <= entry.module < MODULES):
+            raise self._refuse(entry, f"there are {self.layers} layers and {MODULES} modules")
+        if ranks[entry.layer, entry.module]:
+            raise self._refuse(entry, "named twice")
+        if not 0 <= entry.rank <= MAX_RANK:
+            raise InternalFault(
+                ErrorCode.OPERATOR_RANK_UNSUPPORTED, f"rank must be 0 to {MAX_RANK}, got {entry.rank}"
+            )
+        for offset in (entry.g, entry.c, entry.h):
+            if offset >= 0 and offset % EXTENT_ALIGN_BYTES:
+                raise self._refuse(entry, f"vector at byte {offset}: expected a 16-byte start")
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 < slot < self.slots:
+            raise InternalFault(
+                ErrorCode.OPERATOR_LAYOUT, f"adapter slots run from 1 to {self.slots - 1}, got {slot}"
+            )
+
+    def _refuse(self, entry: ModuleFactors, why: str) -> InternalFault:
+        return InternalFault(
+            ErrorCode.OPERATOR_LAYOUT,
+            f"factor table refused layer {entry.layer} module {entry.module}: {why}",
+        )

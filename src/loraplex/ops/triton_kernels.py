@@ -1,0 +1,322 @@
+"""Triton kernels of the adapter branch: records, shrink, expand.
+
+A *record* says what one program needs: where a factor's bytes are, how many rows and ranks, where Z goes. Records of
+all layers are made once a step by `records_kernel`, so that in each layer one load stands between a program and its
+factor bytes. A fixed grid walks a work list; no grid, constexpr or buffer shape depends on the adapters of the batch.
+
+`shrink_kernel` writes float32 partial sums of Z = X A^T, one per chunk of d_in. `expand_kernel` adds the partials in
+one order, rounds Z once, and adds s * Z B^T to Y in float32, rounded once. There are no atomics: one program owns each
+element of each buffer, and a row's result does not depend on the other rows.
+
+Both kernels ask for factor bytes before they wait for the kernel in front of them (programmatic dependent launch):
+factors of a published adapter do not change while a step runs. X, Z and Y are read after the wait only.
+
+Never here: choosing configurations (`triton_lora`), building work lists (`worklist`). Specification: 0x02E, 0x06C;
+DESIGN 4 "Operators".
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+BLOCK_WORDS = tl.constexpr(32)
+BLOCK_ROWS = tl.constexpr(4)
+BLOCK_FIRST_RECORD = tl.constexpr(12)
+BLOCK_FIRST_Z = tl.constexpr(19)
+LAYER_MODULES = tl.constexpr(7)
+TILE = tl.constexpr(16)
+META_WORDS = tl.constexpr(16)
+META_ROWS = tl.constexpr(8)
+EXPAND_WORDS = tl.constexpr(8)
+SHRINK_WORDS = tl.constexpr(4)
+
+
+@triton.jit(do_not_specialize=["layers", "block_cap", "record_cap"])
+def records_kernel(
+    head_ptr, blocks_ptr, address_ptr, rank_ptr, scale_ptr, flags_ptr, tiles_ptr,
+    meta_ptr, shrink_ptr, shrink64_ptr, expand_ptr, expand64_ptr,
+    layers, block_cap, record_cap,
+    D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D3: tl.constexpr, D4: tl.constexpr, D5: tl.constexpr,
+    D6: tl.constexpr, BASE0: tl.constexpr, BASE1: tl.constexpr, BASE2: tl.constexpr, BASE3: tl.constexpr,
+    MAX_TILES: tl.constexpr,
+):  # fmt: skip
+    """One program a (block, layer): writes the block's shrink and expand records of that layer.
+
+    D*: d_in of the seven modules. BASE*: where the record list of each group (qkv, o, gate-up, down) begins.
+    """
+    block = tl.program_id(0)
+    layer = tl.program_id(1)
+    if block < tl.load(head_ptr):
+        head = blocks_ptr + block * BLOCK_WORDS
+        slot = tl.load(head)
+        count = tl.load(head + 1)
+        row0 = tl.load(head + 2)
+        word = tl.arange(0, 8)
+        rows = tl.load(head + BLOCK_ROWS + word)
+        at = tl.arange(0, MAX_TILES)
+        for module in tl.static_range(LAYER_MODULES):
+            index = (slot.to(tl.int64) * layers + layer) * LAYER_MODULES + module
+            rank = tl.load(rank_ptr + index)
+            a = tl.load(address_ptr + index * 2)
+            b = tl.load(address_ptr + index * 2 + 1)
+            tiles = tl.load(tiles_ptr + slot * LAYER_MODULES + module)
+            z0 = tl.load(head + BLOCK_FIRST_Z + module)
+            out = (layer.to(tl.int64) * block_cap + block) * LAYER_MODULES + module
+            split = b < 0
+            tl.store(expand64_ptr + out * (EXPAND_WORDS // 2), tl.where(split, 0, b))
+            tl.store(expand_ptr + out * EXPAND_WORDS + 2, rank)
+            tl.store(expand_ptr + out * EXPAND_WORDS + 3, tl.load(scale_ptr + index))
+            tl.store(expand_ptr + out * EXPAND_WORDS + 4, tl.where(split, -1 - b, -1).to(tl.int32))
+            tl.store(expand_ptr + out * EXPAND_WORDS + 5, tl.load(flags_ptr + index))
+            tl.store(expand64_ptr + out * (EXPAND_WORDS // 2) + 3, index)
+            if module < 3:
+                base = BASE0
+            elif module == 3:
+                base = BASE1
+            elif module < 6:
+                base = BASE2
+            else:
+                base = BASE3
+            if module == 0:
+                d_in = D0
+            elif module == 1:
+                d_in = D1
+            elif module == 2:
+                d_in = D2
+            elif module == 3:
+                d_in = D3
+            elif module == 4:
+                d_in = D4
+            elif module == 5:
+                d_in = D5
+            else:
+                d_in = D6
+            first = base + tl.load(head + BLOCK_FIRST_RECORD + module)
+            record = first + at
+            live = at < tiles
+            to = layer.to(tl.int64) * record_cap + record
+            split = a < 0
+            address = tl.where(split, 0, a + at.to(tl.int64) * (TILE * d_in))
+            tl.store(shrink64_ptr + to * (SHRINK_WORDS // 2), address, mask=live)
+            valid = tl.minimum(tl.maximum(rank - at * TILE, 0), TILE)
+            tl.store(shrink_ptr + to * SHRINK_WORDS + 2, valid, mask=live)
+            list_at = tl.where(split, -1 - a + at * TILE, -1).to(tl.int32)
+            tl.store(shrink_ptr + to * SHRINK_WORDS + 3, list_at, mask=live)
+            if layer == 0:
+                meta = meta_ptr + record.to(tl.int64) * META_WORDS
+                tl.store(meta, tl.zeros_like(at) + count, mask=live)
+                tl.store(meta + 1, z0 + at * count, mask=live)
+                tl.store(meta + 2, tl.zeros_like(at) + row0, mask=live)
+                two = record.to(tl.int64)[:, None] * META_WORDS + META_ROWS + word[None, :]
+                tl.store(meta_ptr + two, tl.zeros_like(two).to(tl.int32) + rows[None, :], mask=live[:, None])
+
+
+@triton.jit
+def _row_ids(rows16_ptr, row0, i, live, GATHER: tl.constexpr):
+    """Row numbers [BM] of a block, 64-bit: listed one by one (decode) or consecutive (prefill)."""
+    if GATHER:
+        ids = tl.load(rows16_ptr + i, mask=live, other=0).to(tl.int64) & 0xFFFF
+    else:
+        ids = row0.to(tl.int64) + i
+    return ids
+
+
+@triton.jit
+def _rank_rows(list_ptr, base, list_at, rank, stride, live, ALIGNED: tl.constexpr):
+    """Element offsets [16] of the rank rows of a tile: one extent, or row by row where a factor is split over pages."""
+    listed = tl.load(list_ptr + list_at + rank, mask=live & (list_at >= 0), other=0)
+    offsets = tl.where(list_at >= 0, listed, base + rank * stride)
+    if ALIGNED:
+        offsets = tl.multiple_of(offsets, 8)
+    return offsets
+
+
+@triton.jit(do_not_specialize=["record_cap"])
+def shrink_kernel(
+    x_ptr, pool_ptr, z_ptr, head_ptr, meta_ptr, meta16_ptr, record_ptr, record64_ptr, list_ptr,
+    x_stride, record_cap,
+    COUNT_AT: tl.constexpr, D_IN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
+    SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr, F32_DOT: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Z partials: z[row of Z, split, 16] = sum over one chunk of d_in of x[row] * a[rank].
+
+    x [rows, D_IN]; pool: the page pool as elements; z float32 [*, Z_SPLITS, 16]. Work item = record x split.
+    """
+    item = tl.program_id(0)
+    stride = tl.num_programs(0)
+    i = tl.arange(0, BM)
+    rank = tl.arange(0, TILE)
+    total = tl.load(head_ptr + COUNT_AT) * SPLITS
+    record = tl.minimum(item // SPLITS, record_cap - 1)
+    count = tl.load(meta_ptr + record * META_WORDS)
+    z_row = tl.load(meta_ptr + record * META_WORDS + 1)
+    row0 = tl.load(meta_ptr + record * META_WORDS + 2)
+    base = tl.load(record64_ptr + record * (SHRINK_WORDS // 2))
+    valid = tl.load(record_ptr + record * SHRINK_WORDS + 2)
+    list_at = tl.load(record_ptr + record * SHRINK_WORDS + 3)
+    rows = _row_ids(meta16_ptr + record * (META_WORDS * 2) + META_ROWS * 2, row0, i, i < BM, GATHER)
+    while item < total:
+        split = item % SPLITS
+        if valid > 0:
+            live = rank < valid
+            mine = i < count
+            a_rows = _rank_rows(list_ptr, base, list_at, rank, D_IN, live, D_IN % 8 == 0)
+            k = split * (BK * STEPS) + tl.arange(0, BK)
+            a_at = pool_ptr + a_rows[:, None] + k[None, :]
+            x_at = x_ptr + (rows * x_stride)[:, None] + k[None, :]
+            if STEPS == 1:
+                inside = k < D_IN
+                a = tl.load(a_at, mask=live[:, None] & inside[None, :], other=0.0)
+                if PDL:
+                    gdc_wait()
+                    gdc_launch_dependents()
+                x = tl.load(x_at, mask=mine[:, None] & inside[None, :], other=0.0)
+                if F32_DOT:
+                    acc = tl.dot(a.to(tl.float32), tl.trans(x.to(tl.float32)), input_precision="ieee")
+                else:
+                    acc = tl.dot(a, tl.trans(x), input_precision="ieee")
+            else:
+                if PDL:
+                    gdc_wait()
+                    gdc_launch_dependents()
+                acc = tl.zeros([TILE, BM], dtype=tl.float32)
+                for step in tl.range(0, STEPS, num_stages=STAGES):
+                    inside = k + step * BK < D_IN
+                    a = tl.load(a_at + step * BK, mask=live[:, None] & inside[None, :], other=0.0)
+                    x = tl.load(x_at + step * BK, mask=mine[:, None] & inside[None, :], other=0.0)
+                    if F32_DOT:
+                        acc += tl.dot(a.to(tl.float32), tl.trans(x.to(tl.float32)), input_precision="ieee")
+                    else:
+                        acc = tl.dot(a, tl.trans(x), acc, input_precision="ieee")
+            z_at = (z_row + i).to(tl.int64)[None, :] * (Z_SPLITS * TILE) + split * TILE + rank[:, None]
+            tl.store(z_ptr + z_at, acc, mask=mine[None, :])
+        item += stride
+        record = tl.minimum(item // SPLITS, record_cap - 1)
+        count = tl.load(meta_ptr + record * META_WORDS)
+        z_row = tl.load(meta_ptr + record * META_WORDS + 1)
+        row0 = tl.load(meta_ptr + record * META_WORDS + 2)
+        base = tl.load(record64_ptr + record * (SHRINK_WORDS // 2))
+        valid = tl.load(record_ptr + record * SHRINK_WORDS + 2)
+        list_at = tl.load(record_ptr + record * SHRINK_WORDS + 3)
+        rows = _row_ids(meta16_ptr + record * (META_WORDS * 2) + META_ROWS * 2, row0, i, i < BM, GATHER)
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def _add_product(acc, z, b, F32_DOT: tl.constexpr):
+    """acc + B^T-tile x Z-tile, transposed: [BN, BM] += b [16, BN]^T z [BM, 16]^T, Z rounded to the factors' type.
+
+    Columns are the long side of the matrix instruction, so that a block of 8 rows wastes nothing.
+    """
+    left = tl.trans(b)
+    right = tl.trans(z.to(b.dtype))
+    if F32_DOT:
+        return acc + tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
+    return tl.dot(left, right, acc, input_precision="ieee")
+
+
+@triton.jit
+def _z_tile(z_ptr, z_row, i, mine, s, rank, Z_SPLITS: tl.constexpr, SPLITS: tl.constexpr):
+    """Z of one rank tile, [BM, 16] float32: the partial sums added in one order."""
+    at = (
+        (z_row + i).to(tl.int64)[:, None, None] * (Z_SPLITS * TILE)
+        + s[None, :, None] * TILE
+        + rank[None, None, :]
+    )
+    keep = mine[:, None, None] & (s < SPLITS)[None, :, None]
+    return tl.sum(tl.load(z_ptr + at, mask=keep, other=0.0), axis=1)
+
+
+@triton.jit(do_not_specialize=["block_cap"])
+def expand_kernel(
+    y_ptr, pool_ptr, pool32_ptr, z_ptr, head_ptr, blocks_ptr, blocks16_ptr, record_ptr, record64_ptr, list_ptr,
+    vector_ptr, y_stride, block_cap,
+    M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, FIRST_MODULE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr,
+    F32_DOT: tl.constexpr, PDL: tl.constexpr, VECTORS: tl.constexpr,
+):  # fmt: skip
+    """y[row, slice] = g * (y + s * Z B^T) + c over one column tile of one module.
+
+    y [rows, M0 + M1 + M2]: outputs of up to three modules side by side (0: absent). Work item = block x column tile.
+    """
+    T0: tl.constexpr = (M0 + BN - 1) // BN
+    T1: tl.constexpr = (M1 + BN - 1) // BN
+    T2: tl.constexpr = (M2 + BN - 1) // BN
+    TILES: tl.constexpr = T0 + T1 + T2
+    ALIGNED: tl.constexpr = (M0 % 16 == 0) and (M1 % 16 == 0) and (M2 % 16 == 0)
+    item = tl.program_id(0)
+    stride = tl.num_programs(0)
+    i = tl.arange(0, BM)
+    s = tl.arange(0, Z_SPLITS)
+    rank = tl.arange(0, TILE)
+    total = tl.load(head_ptr) * TILES
+    while item < total:
+        block = item // TILES
+        tile = item % TILES
+        second = (tile >= T0).to(tl.int32)
+        third = (tile >= T0 + T1).to(tl.int32)
+        module = second + third
+        tile = tile - second * T0 - third * T1
+        d_out = tl.where(third == 1, M2, tl.where(second == 1, M1, M0))
+        column0 = second * M0 + third * M1
+        if ALIGNED:
+            d_out = tl.multiple_of(d_out, 16)
+            column0 = tl.multiple_of(column0, 16)
+        at = block * LAYER_MODULES + FIRST_MODULE + module
+        base = tl.load(record64_ptr + at * (EXPAND_WORDS // 2))
+        ranks = tl.load(record_ptr + at * EXPAND_WORDS + 2)
+        scale = tl.load(record_ptr + at * EXPAND_WORDS + 3).to(tl.float32, bitcast=True)
+        list_at = tl.load(record_ptr + at * EXPAND_WORDS + 4)
+        flags = tl.load(record_ptr + at * EXPAND_WORDS + 5)
+        count = tl.load(blocks_ptr + block * BLOCK_WORDS + 1)
+        row0 = tl.load(blocks_ptr + block * BLOCK_WORDS + 2)
+        z_row = tl.load(blocks_ptr + block * BLOCK_WORDS + BLOCK_FIRST_Z + FIRST_MODULE + module)
+        rows = _row_ids(blocks16_ptr + block * (BLOCK_WORDS * 2) + BLOCK_ROWS * 2, row0, i, i < BM, GATHER)
+        if (ranks > 0) | (flags > 0):
+            mine = i < count
+            n = tile * BN + tl.arange(0, BN)
+            inside = n < d_out
+            b_rows = _rank_rows(list_ptr, base, list_at, rank, d_out, rank < ranks, ALIGNED)
+            b = tl.load(
+                pool_ptr + b_rows[:, None] + n[None, :],
+                mask=(rank < ranks)[:, None] & inside[None, :],
+                other=0.0,
+            )
+            if PDL:
+                gdc_wait()
+                gdc_launch_dependents()
+            keep = mine[:, None] & inside[None, :]
+            y_at = y_ptr + (rows * y_stride + column0)[:, None] + n[None, :]
+            y = tl.load(y_at, mask=keep, other=0.0)
+            acc = tl.zeros([BN, BM], dtype=tl.float32)
+            z = _z_tile(z_ptr, z_row, i, mine & (ranks > 0), s, rank, Z_SPLITS, SPLITS)
+            for done in tl.range(16, ranks, 16, num_stages=1):
+                live = rank < ranks - done
+                at_list = tl.where(list_at >= 0, list_at + done, -1)
+                more = _rank_rows(list_ptr, base + done * d_out, at_list, rank, d_out, live, ALIGNED)
+                next_b = tl.load(
+                    pool_ptr + more[:, None] + n[None, :], mask=live[:, None] & inside[None, :], other=0.0
+                )
+                z_row += count
+                next_z = _z_tile(z_ptr, z_row, i, mine, s, rank, Z_SPLITS, SPLITS)
+                acc = _add_product(acc, z, b, F32_DOT)
+                b = next_b
+                z = next_z
+            acc = _add_product(acc, z, b, F32_DOT)
+            out = y.to(tl.float32) + tl.trans(acc) * scale
+            if VECTORS and flags > 0:
+                index = tl.load(record64_ptr + at * (EXPAND_WORDS // 2) + 3)
+                g_at = tl.load(vector_ptr + index * 2)
+                c_at = tl.load(vector_ptr + index * 2 + 1)
+                g = tl.load(pool32_ptr + g_at + n, mask=inside & ((flags & 1) != 0), other=1.0)
+                c = tl.load(pool32_ptr + c_at + n, mask=inside & ((flags & 2) != 0), other=0.0)
+                out = out * g[None, :] + c[None, :]
+            tl.store(y_at, out.to(y.dtype), mask=keep)
+        item += stride
+    if PDL:
+        gdc_wait()
