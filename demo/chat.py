@@ -25,7 +25,7 @@ ADAPTERS: Final = Path(__file__).parent / "adapters"
 HELP: Final = """/list           what the server serves
 /use NAME       talk to an adapter (or to any listed model)
 /base           talk to the base model
-/try            send the current adapter's example
+/try            send the current adapter's next held-out case and show the right answer
 /new            forget the conversation with the base
 /quit           leave"""
 
@@ -89,13 +89,18 @@ def _message(response: httpx.Response) -> str:
         return f"{response.status_code}: {response.text[:200]}"
 
 
-def example(name: str) -> str | None:
-    """The first held-out prompt of a demo adapter, if its folder is beside this script."""
+def examples(name: str) -> list[tuple[str, str]]:
+    """(prompt, right answer) of a demo adapter's held-out cases, if its folder is beside this script."""
     path = ADAPTERS / name / "heldout.jsonl"
     if not path.is_file():
-        return None
-    with path.open(encoding="utf-8") as lines:
-        return str(json.loads(next(lines))["messages"][-1]["content"])
+        return []
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [(row["messages"][-1]["content"], row["expected"]) for row in rows]
+
+
+def example(name: str) -> str:
+    """The first held-out prompt, or nothing."""
+    return next((prompt for prompt, _ in examples(name)), "")
 
 
 @dataclass(slots=True)
@@ -109,6 +114,7 @@ class Chat:
     base: str = ""
     parents: dict[str, str | None] = field(default_factory=dict)
     history: list[dict[str, str]] = field(default_factory=list)
+    tried: int = 0
 
     def refresh(self) -> None:
         """Read the server's list; start with the base."""
@@ -125,7 +131,7 @@ class Chat:
         table = Table("", "name", "kind", "example")
         for name, parent in sorted(self.parents.items(), key=lambda item: (item[1] is not None, item[0])):
             kind = "adapter" if parent else "base"
-            table.add_row("*" if name == self.model else "", Text(name), kind, Text(example(name) or ""))
+            table.add_row("*" if name == self.model else "", Text(name), kind, Text(example(name)))
         self.console.print(table)
 
     def say(self, text: str) -> None:
@@ -174,13 +180,16 @@ class Chat:
         )
 
     def try_example(self) -> None:
-        """Send the current adapter's example."""
-        text = example(self.model)
-        if text is None:
-            self.console.print(f"{self.model} has no example", style="red", markup=False)
+        """Send the current adapter's next held-out prompt, then show its right answer."""
+        cases = examples(self.model)
+        if not cases:
+            self.console.print(f"{self.model} has no examples", style="red", markup=False)
             return
-        self.console.print(f"> {text}", markup=False, highlight=False)
-        self.say(text)
+        prompt, expected = cases[self.tried % len(cases)]
+        self.tried += 1
+        self.console.print(f"> {prompt}", markup=False, highlight=False)
+        self.say(prompt)
+        self.console.print(f"right answer: {expected}", style="dim", markup=False, highlight=False)
 
     def line(self, text: str) -> bool:
         """One line from the person; errors are shown and the session goes on."""

@@ -13,9 +13,10 @@ from demo.tasks import (
     sentiment,
     shell,
     sql,
+    triage,
 )
 
 TASKS: dict[str, Task] = {
     module.TASK.name: module.TASK
-    for module in (cron, iso_date, json_extract, numbers, pirate, redact, sentiment, shell, sql)
+    for module in (cron, iso_date, json_extract, numbers, pirate, redact, sentiment, shell, sql, triage)
 }

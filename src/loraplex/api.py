@@ -355,4 +355,3 @@ def _each(what: str, value: Any, count: int) -> list[Any]:
             ErrorCode.INVALID_REQUEST, f"{len(value)} {what} were given for {count} prompts", param=what
         )
     return list(value)
-

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from loraplex import __version__
+from loraplex.bench.commands import bench_app
 from loraplex.config import DEFAULT_DRAIN_S, ServeConfig, parse_adapter
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, Root
 from loraplex.server.remote import RemoteServer
@@ -29,6 +30,7 @@ app = App(
 )
 adapters_app = App(name="adapters", help="Adapters of a running server.")
 app.command(adapters_app)
+app.command(bench_app)
 
 
 def _unsupported(option: str, seen: object) -> CallerError:
@@ -191,6 +193,57 @@ def remove(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> Non
 def _print_applied(item: dict[str, Any]) -> None:
     applied = f"{item['tensors_applied']} of {item['tensors_total']} tensors applied"
     print(f"{item['alias']}@{item['revision']}: {applied}, {item['semantic_digest'][:12]}, {item['state']}")
+
+
+@app.command
+def verify(
+    adapter: Path,
+    /,
+    *,
+    base: Path,
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
+    page_tokens: int = 16,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Read an adapter as a server would, and print what it is or why it is refused.
+
+    Parameters
+    ----------
+    adapter: PEFT folder.
+    base: folder of the base model.
+    dtype: element type that the server would use.
+    page_tokens: positions in a page, which sets the page's size.
+    as_json: print JSON.
+    """
+    from loraplex.artifact.checkpoint import CheckpointTensors
+    from loraplex.artifact.tensors import Dtype
+    from loraplex.artifact.verify import refusal_record, verify_adapter
+    from loraplex.core.layout import Geometry, PageGeometry
+    from loraplex.model.spec import spec_from_config
+    from loraplex.runtime.base import base_identity, base_modules, hash_weights, read_config
+    from loraplex.runtime.prepare import EXECUTABLE
+
+    element = Dtype(dtype)
+    try:
+        spec = spec_from_config(read_config(base))
+        modules = base_modules(spec)
+        page_bytes = spec.kv_shape(element.itemsize, page_tokens).page_bytes
+        found = verify_adapter(
+            adapter,
+            modules,
+            base_identity(spec, modules, hash_weights(base)),
+            PageGeometry(Geometry.RANK_ROWS, element.itemsize, row_page_bytes=page_bytes),
+            element,
+            base_tensors=CheckpointTensors(base, modules),
+            supported=EXECUTABLE,
+        )
+    except LoraplexError as error:
+        if not as_json:
+            raise
+        print(json.dumps(refusal_record(error), indent=2))
+        return 2
+    print(json.dumps(found.record(), indent=2) if as_json else "\n".join(found.lines()))
+    return 0
 
 
 def _absolute(source: str) -> str:

@@ -163,13 +163,14 @@ def test_chat_lists_switches_streams_and_keeps_only_the_bases_history(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(chat_module, "example", lambda name: "ahoy" if name == "upper" else None)
+    monkeypatch.setattr(chat_module, "examples", lambda name: [("ahoy", "AHOY")] if name == "upper" else [])
     chat, out = session(lambda model, text: f"[bold]{model}:{text}", seen)
     for line in ("hello", "again", "/use upper", "one", "two", "/try", "/base", "third", "/new", "fourth"):
         assert chat.line(line)
     assert [body["model"] for body in seen] == ["smol", "smol", "upper", "upper", "upper", "smol", "smol"]
     assert [len(body["messages"]) for body in seen] == [1, 3, 1, 1, 1, 5, 1]
     assert "[bold]upper:ahoy" in out.getvalue()  # an answer is text, never markup
+    assert "right answer: AHOY" in out.getvalue()
     assert chat.line("/list")
     assert "same" in out.getvalue()
     assert not chat.line("/quit")

@@ -162,20 +162,26 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(llm: LLM) -> None:
     alone = llm.generate(many[0], "plain", params)[0]
     batch = llm.generate(many, ["plain", None, "rs", "pattern"], params)
     assert batch[0].token_ids == alone.token_ids
-    samples = llm.generate(many[0], "plain", SamplingParams(max_tokens=12, seed=11, n=3, ignore_eos=True))[0].samples
+    samples = llm.generate(many[0], "plain", SamplingParams(max_tokens=12, seed=11, n=3, ignore_eos=True))[
+        0
+    ].samples
     assert len({tuple(s.token_ids) for s in samples}) == 3
 
 
 def test_bias_stop_ids_and_end_of_sequence(llm: LLM) -> None:
     prompt = prompts(1)[0]
-    forced = llm.generate(prompt, None, SamplingParams(max_tokens=3, temperature=0.0, logit_bias={9: 100.0}))[0]
+    forced = llm.generate(prompt, None, SamplingParams(max_tokens=3, temperature=0.0, logit_bias={9: 100.0}))[
+        0
+    ]
     assert forced.token_ids == [9, 9, 9]
     assert forced.finish_reason == "length"
     stopped = llm.generate(
         prompt, None, SamplingParams(max_tokens=3, temperature=0.0, logit_bias={9: 100.0}, stop_token_ids=[9])
     )[0]
     assert (stopped.token_ids, stopped.finish_reason) == ([9], "stop")
-    ended = llm.generate(prompt, None, SamplingParams(max_tokens=3, temperature=0.0, logit_bias={2: 100.0}))[0]
+    ended = llm.generate(prompt, None, SamplingParams(max_tokens=3, temperature=0.0, logit_bias={2: 100.0}))[
+        0
+    ]
     assert ended.finish_reason == "stop"
     ignored = llm.generate(
         prompt, None, SamplingParams(max_tokens=3, temperature=0.0, logit_bias={2: 100.0}, ignore_eos=True)
@@ -189,7 +195,11 @@ def test_adapters_come_change_and_go(
     prompt = prompts(1)[0]
     free = llm.inspect()["pages"]["free"]
     added = llm.add_adapter("more", adapters["plain"])
-    assert (added["alias"], added["revision"], added["tensors_applied"]) == ("more", 1, added["tensors_total"])
+    assert (added["alias"], added["revision"], added["tensors_applied"]) == (
+        "more",
+        1,
+        added["tensors_total"],
+    )
     assert llm.generate(prompt, "more", GREEDY)[0].adapter == "more@1"
     swapped = llm.swap_adapter("more", adapters["rs"])
     assert swapped["revision"] == 2
@@ -214,21 +224,23 @@ def test_adapters_come_change_and_go(
         ([5], None, SamplingParams(max_tokens=4, logit_bias={VOCAB: 1.0}), "token_out_of_range"),
     ],
 )
-def test_refusals_are_typed(llm: LLM, prompt: Any, adapter: str | None, params: SamplingParams, code: str) -> None:
+def test_refusals_are_typed(
+    llm: LLM, prompt: Any, adapter: str | None, params: SamplingParams, code: str
+) -> None:
     with pytest.raises(LoraplexError) as caught:
         llm.generate([prompt], [adapter], params)
     assert caught.value.code == code
     assert llm.generate([[5, 6]], None, GREEDY)[0].token_ids
 
 
-def test_a_log_of_plans_replays_to_the_same_tokens(base: Path, adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_a_log_of_plans_replays_to_the_same_tokens(
+    base: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
     log = tmp_path / "plans"
     with LLM(base, adapters, dtype="float32", pool_gb=0.01, plan_log=str(log)) as llm:
         outputs = llm.generate(prompts(4), NAMES, GREEDY)
         llm._built.close()
-        config = EngineConfig(
-            model=str(base), images_dir=llm._images_dir.name, dtype="float32", pool_gb=0.01
-        )
+        config = EngineConfig(model=str(base), images_dir=llm._images_dir.name, dtype="float32", pool_gb=0.01)
         description = describe_model(config)
         runner = make_runner(config, description, engine_limits(config, description))
         tokens: dict[int, list[int]] = {}
