@@ -56,9 +56,9 @@ class Whole:
 
 
 @asynccontextmanager
-async def whole(tmp_path: Path, **fields: Any) -> AsyncIterator[Whole]:
+async def whole(tmp_path: Path, builder: str = engines.ECHO, **fields: Any) -> AsyncIterator[Whole]:
     write_folder(write_model(tmp_path / BASE), byte_tokenizer())
-    async with started(tmp_path, engines.ECHO, "real", **fields) as server:
+    async with started(tmp_path, builder, "real", **fields) as server:
         await server.until_said("ready on")
         client = Whole(server)
         try:
@@ -84,6 +84,34 @@ def test_a_killed_engine_ends_streams_with_an_error_and_serves_again(tmp_path: P
             answer = await client.openai.completions.create(model=BASE, prompt=[70, 71], max_tokens=4)
             assert answer.usage is not None
             assert answer.usage.completion_tokens == 4
+
+    run(test)
+
+
+def test_the_engine_s_events_are_figures_that_outlive_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with whole(tmp_path, engines.VIRTUAL) as client:
+
+            async def ended() -> float:
+                """Requests that the engine ended at their length."""
+                text = (await client.server.http.get("/metrics")).text
+                name = 'loraplex_engine_requests_ended_total{reason="length"} '
+                return sum(
+                    float(line.removeprefix(name)) for line in text.splitlines() if line.startswith(name)
+                )
+
+            async def ask_until(count: int) -> None:
+                await client.openai.completions.create(model=BASE, prompt=[70, 71], max_tokens=4)
+                while await ended() < count:
+                    pass
+                assert await ended() == count
+
+            await ask_until(1)
+            await ask_until(2)
+            os.kill(client.engine, signal.SIGKILL)
+            await client.server.until(lambda state: "error" in state)
+            await client.server.until(lambda state: "error" not in state)
+            await ask_until(3)
 
     run(test)
 

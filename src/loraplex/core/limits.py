@@ -46,6 +46,8 @@ MAX_BUFFERED_TOKENS: Final = 4096
 """Unread tokens of one request in a client process; at this many its reader counts as gone."""
 MAX_UNSENT_FRAMES: Final = 4096
 """Frames that wait for one client process; at this many the engine gives the process up."""
+MAX_UNSENT_EVENT_FRAMES: Final = 1024
+"""Steps whose events wait for the server; the events of later ones are forgotten, and counted."""
 MAX_FRAMES_PER_RECEIVE: Final = 1024
 
 # HTTP

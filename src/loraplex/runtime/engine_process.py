@@ -23,6 +23,7 @@ from loraplex.core.errors import ErrorCode, LoraplexError
 from loraplex.core.ports import Clock, EventSink, Mailbox
 from loraplex.runtime.child import ChildGone, Parent
 from loraplex.runtime.clock import MonotonicClock
+from loraplex.runtime.event_stream import EventPublisher
 from loraplex.runtime.local import NullSink
 from loraplex.runtime.transport import ZmqMailbox
 
@@ -30,12 +31,16 @@ BUILDER = "loraplex.runtime.build:build_engine"
 
 
 class EngineStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an engine process is to do. endpoint: where its mailbox listens. builder: `module:function`."""
+    """What an engine process is to do.
+
+    endpoint: where its mailbox listens. builder: `module:function`. events: where its events are read, if anywhere.
+    """
 
     config: EngineConfig
     endpoint: str
     builder: str = BUILDER
     log_level: str = "warning"
+    events: str | None = None
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
@@ -98,6 +103,7 @@ def load_builder(name: str) -> Builder:
 def run(parent: Parent, start: EngineStart) -> int:
     """Build and step until SIGTERM; the process's exit status."""
     mailbox = ZmqMailbox(start.endpoint)
+    events = NullSink() if start.events is None else EventPublisher(start.events)
 
     def end(signum: int, frame: FrameType | None) -> None:
         mailbox.wake()
@@ -105,10 +111,11 @@ def run(parent: Parent, start: EngineStart) -> int:
     signal.signal(signal.SIGTERM, end)
     built: Built | None = None
     try:
-        built = load_builder(start.builder)(start.config, mailbox, MonotonicClock(), NullSink())
+        built = load_builder(start.builder)(start.config, mailbox, MonotonicClock(), events)
         parent.send(EngineReady(built.info))
         while not mailbox.closed:
             built.engine.step(wait=True)
+            events.flush()
     except LoraplexError as error:
         logging.getLogger(__name__).error("%s", error)
         parent.send(EngineFailed(error.code.value, error.message, error.param))
@@ -120,6 +127,7 @@ def run(parent: Parent, start: EngineStart) -> int:
     finally:
         if built is not None:
             built.close()
+        events.close()
         mailbox.close()
     return 0
 

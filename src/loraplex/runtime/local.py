@@ -51,3 +51,9 @@ class NullSink:
 
     def emit(self, event: Event) -> None:
         """Forget the event."""
+
+    def flush(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is held."""

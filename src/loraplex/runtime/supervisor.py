@@ -35,6 +35,7 @@ from loraplex.runtime.engine_process import (
     EngineReady,
     EngineStart,
 )
+from loraplex.runtime.event_stream import EventReader, Observe
 
 _log: Final = logging.getLogger(__name__)
 MODULE: Final = "loraplex.runtime.engine_process"
@@ -92,9 +93,13 @@ class EngineSupervisor:
         pause: Callable[[int], float] = pause_s,
         patience: Patience = Patience(),
     ) -> None:
-        """restore: run with a connected client before a restarted engine counts as ready. pause: by failures in a row."""
+        """restore: run with a connected client before a restarted engine counts as ready. pause: by failures in a row.
+
+        `observe`, set before `start`, gets every engine's events in order, and how many are missing before them.
+        """
         self.state = EngineState.STOPPED
         self.restore = restore
+        self.observe: Observe | None = None
         self.restarts = 0
         self.info: dict[str, Any] = {}
         self._config = config
@@ -106,6 +111,7 @@ class EngineSupervisor:
         self._child: Child | None = None
         self._folder: Path | None = None
         self._incarnation = 0
+        self._events: EventReader | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
@@ -137,6 +143,8 @@ class EngineSupervisor:
         self._folder = Path(tempfile.mkdtemp(prefix="loraplex-"))
         self._move(EngineState.STARTING)
         try:
+            if self.observe is not None:
+                self._events = EventReader(self._events_endpoint(self._folder), self.observe)
             child = await self._launch()
         except BaseException:
             await self.stop()
@@ -155,6 +163,9 @@ class EngineSupervisor:
         if self._child is not None:
             await self._child.stop(grace_s)
             self._child = None
+        if self._events is not None:
+            await self._events.close()
+            self._events = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -168,6 +179,10 @@ class EngineSupervisor:
         self.state = state
         self._changed.set()
 
+    @staticmethod
+    def _events_endpoint(folder: Path) -> str:
+        return f"ipc://{folder / 'events.sock'}"
+
     async def _launch(self) -> Child:
         """Start one process and connect to it; raises the typed error of one that fails before it is ready."""
         if self._folder is None:
@@ -177,7 +192,15 @@ class EngineSupervisor:
         endpoint = f"ipc://{self._folder / f'engine-{self._incarnation}.sock'}"
         child = self._child = await Child.start(MODULE, environment={**PATIENT_THREADS, **os.environ})
         try:
-            await child.send(EngineStart(self._config, endpoint, self._builder, self._log_level))
+            await child.send(
+                EngineStart(
+                    self._config,
+                    endpoint,
+                    self._builder,
+                    self._log_level,
+                    None if self._events is None else self._events_endpoint(self._folder),
+                )
+            )
             report = await child.receive(REPORT_DECODER)
         except ChildGone:
             raise InternalFault(

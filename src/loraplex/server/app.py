@@ -99,6 +99,7 @@ def find_route(method: str, raw_path: str) -> tuple[Route, str]:
 def create_app(service: Service) -> AsgiApp:
     """The application over a server's parts. Reads the key file; raises `config_invalid` when it cannot be used."""
     site = Site(service, read_keys(service.config.api_key_file))
+    service.supervisor.observe = site.metrics.engine.observe
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

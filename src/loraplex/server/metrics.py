@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from loraplex.core.errors import CODES, ErrorCode, LoraplexError, Root
 from loraplex.memory.residency import AdapterState
+from loraplex.telemetry.engine_metrics import EngineMetrics
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -50,6 +51,7 @@ class Metrics:
         self.duration = Histogram(
             "loraplex_request_seconds", "From arrival to the end.", registry=registry, buckets=TTFT_BUCKETS_S
         )
+        self.engine = EngineMetrics(registry)
         self._ready = Gauge("loraplex_ready", "Whether requests are taken.", registry=registry)
         self._engine_requests = Gauge(
             "loraplex_engine_requests", "Requests in the engine.", ["state"], registry=registry

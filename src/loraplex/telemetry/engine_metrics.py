@@ -1,0 +1,93 @@
+"""Prometheus metrics that are computed from the engine's events alone.
+
+Counts go on over a restart of the engine. Labels are from fixed sets: phases, states, codes and finish reasons; never an
+adapter, a tenant or anything that a caller chose. Specification: 0x09K, DESIGN 1 "Everything is visible".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from loraplex.core.events import (
+    AdapterTransition,
+    Event,
+    IterationCompleted,
+    PlanDiscarded,
+    RequestAdmitted,
+    RequestFinished,
+    RequestPreempted,
+    StepFailed,
+)
+
+_NS: Final = 1e-9
+STEP_BUCKETS_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+PLAN_BUCKETS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+QUEUE_BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
+COUNT_BUCKETS: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class EngineMetrics:
+    """Counters and histograms of one server's engines."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"loraplex_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"loraplex_{name}", text, registry=registry, buckets=buckets)
+
+        self._rows = counter("iteration_rows", "Rows of committed iterations.", "phase")
+        self._runs = counter("adapter_runs", "Runs of rows under one adapter, by reordering.", "order")
+        self._rank_rows = counter("adapter_rank_rows", "Rows times the rank of their adapter.")
+        self._execute = histogram("iteration_execute_seconds", "Time on the device.", STEP_BUCKETS_S)
+        self._plan = histogram("iteration_plan_seconds", "Time to make a plan.", PLAN_BUCKETS_S)
+        self._requests = histogram("iteration_requests", "Requests in an iteration.", COUNT_BUCKETS)
+        self._distinct = histogram("iteration_adapters", "Adapters in an iteration.", COUNT_BUCKETS)
+        self._queued = histogram("queue_seconds", "From arrival to first admission.", QUEUE_BUCKETS_S)
+        self._recomputed = counter("preempted_tokens", "Computed tokens that preemption gave up.")
+        self._ended = counter("engine_requests_ended", "Requests by how the engine ended them.", "reason")
+        self._discarded = counter("plans_discarded", "Plans that were refused at launch.", "code")
+        self._failed = counter("steps_failed", "Launched steps that failed.", "code")
+        self._transitions = counter("adapter_transitions", "Changes of residency.", "before", "after")
+        self._lost = counter("events_lost", "Events that the engine could not hand over.")
+
+    def observe(self, events: Sequence[Event], lost: int) -> None:
+        """Count events in order. lost: how many are missing before them."""
+        if lost:
+            self._lost.inc(lost)
+        for event in events:
+            self._note(event)
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case IterationCompleted():
+                self._note_iteration(event)
+            case RequestAdmitted():
+                if event.again == 0:
+                    self._queued.observe(event.wait_ns * _NS)
+            case RequestPreempted():
+                self._recomputed.inc(event.computed_tokens)
+            case RequestFinished():
+                self._ended.labels(event.reason).inc()
+            case PlanDiscarded():
+                self._discarded.labels(event.code).inc()
+            case StepFailed():
+                self._failed.labels(event.code).inc()
+            case AdapterTransition():
+                self._transitions.labels(event.before, event.after).inc()
+            case _:
+                pass  # a first token is timed where its client sees it; a queued request is counted when it ends
+
+    def _note_iteration(self, event: IterationCompleted) -> None:
+        self._rows.labels("prefill").inc(event.prefill_rows)
+        self._rows.labels("decode").inc(event.decode_rows)
+        self._runs.labels("arrived").inc(event.runs_before)
+        self._runs.labels("planned").inc(event.runs)
+        self._rank_rows.inc(event.rank_rows)
+        self._execute.observe(event.execute_ns * _NS)
+        self._plan.observe(event.plan_ns * _NS)
+        self._requests.observe(event.requests)
+        self._distinct.observe(event.distinct_adapters)

@@ -1,0 +1,64 @@
+"""Figures of a session equal what its events and requests say."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+from tests.engine.rig import Rig
+
+from loraplex.core.events import (
+    AdapterTransition,
+    IterationCompleted,
+    PlanDiscarded,
+    RequestAdmitted,
+    RequestPreempted,
+    StepFailed,
+)
+from loraplex.telemetry.engine_metrics import EngineMetrics
+
+
+def test_figures_follow_the_events_of_a_session_with_preemption_and_a_failed_step() -> None:
+    rig = Rig(pages=19, growth_horizon=0)
+    rig.register("a")
+    for k in range(6):
+        rig.submit(f"r{k}", list(range(1, 8 + k)), adapter="a" if k % 2 else None, max_tokens=20)
+    rig.submit("stop", [1, 2], max_tokens=12, stop_token_ids=tuple(range(900)))
+    rig.faults.fail_plans.add(30)
+    rig.faults.stale_plans.add(9)
+    rig.run()
+    events = rig.log.events
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(registry)
+    metrics.observe(events[:10], 0)
+    metrics.observe(events[10:], 3)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"loraplex_{name}", labels)
+
+    iterations = [event for event in events if isinstance(event, IterationCompleted)]
+    preempted = [event for event in events if isinstance(event, RequestPreempted)]
+    admitted = [event for event in events if isinstance(event, RequestAdmitted)]
+    failed = [event for event in events if isinstance(event, StepFailed)]
+    discarded = [event for event in events if isinstance(event, PlanDiscarded)]
+    assert preempted
+    assert failed
+    assert discarded
+    assert value("iteration_rows_total", phase="prefill") == sum(e.prefill_rows for e in iterations)
+    assert value("iteration_rows_total", phase="decode") == sum(e.decode_rows for e in iterations)
+    assert value("iteration_execute_seconds_count") == len(iterations)
+    assert value("iteration_adapters_sum") == sum(e.distinct_adapters for e in iterations) > 0
+    assert value("adapter_runs_total", order="arrived") == sum(e.runs_before for e in iterations)
+    assert value("adapter_runs_total", order="planned") == sum(e.runs for e in iterations)
+    assert value("preempted_tokens_total") == sum(e.computed_tokens for e in preempted)
+    assert value("queue_seconds_count") == sum(e.again == 0 for e in admitted) < len(admitted)
+    ended = {reason: value("engine_requests_ended_total", reason=reason) for reason in ("length", "stop")}
+    assert ended == {
+        reason: float(sum(end.finish_reason == reason for (end,) in rig.mailbox.ended.values()))
+        for reason in ended
+    }
+    for event in failed:
+        assert value("steps_failed_total", code=event.code)
+    for discard in discarded:
+        assert value("plans_discarded_total", code=discard.code)
+    loads = [e for e in events if isinstance(e, AdapterTransition) and e.before == "reserved"]
+    assert value("adapter_transitions_total", before="reserved", after="loading") == len(loads) > 0
+    assert value("events_lost_total") == 3
