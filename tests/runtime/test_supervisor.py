@@ -21,8 +21,10 @@ from tests.runtime import engines
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
 from loraplex.core.messages import Ended, Inspect, Submit, Tokens
+from loraplex.runtime.child import Child
 from loraplex.runtime.client import EngineClient, RequestGroup
-from loraplex.runtime.supervisor import EngineState, EngineSupervisor, Patience
+from loraplex.runtime.engine_process import REPORT_DECODER, EngineReady, EngineStart
+from loraplex.runtime.supervisor import MODULE, EngineState, EngineSupervisor, Patience
 from loraplex.sim.device import expected_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -247,10 +249,22 @@ def test_stopping_ends_the_process_and_what_was_open(tmp_path: Path) -> None:
     run(test)
 
 
-def test_a_terminal_interrupt_is_not_for_the_engine(tmp_path: Path) -> None:
+def test_an_engine_that_is_asked_to_end_ends_in_order(tmp_path: Path) -> None:
+    async def test() -> None:
+        child = await Child.start(MODULE)
+        config = EngineConfig(model="m", images_dir=str(tmp_path))
+        await child.send(EngineStart(config, f"ipc://{tmp_path / 's'}", engines.ECHO))
+        assert isinstance(await child.receive(REPORT_DECODER), EngineReady)
+        assert await child.stop(60) == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_group_is_not_for_the_engine(tmp_path: Path, number: signal.Signals) -> None:
     async def test() -> None:
         async with served(tmp_path) as (supervisor, client):
-            os.kill(supervisor.pid or 0, signal.SIGINT)
+            os.kill(supervisor.pid or 0, number)
             tokens, _ = await read_all(client.submit([submit("a", [7], max_tokens=2)]))
             assert tokens == [7, 7]
             assert supervisor.restarts == 0

@@ -132,6 +132,23 @@ def test_a_drain_lets_streams_finish(tmp_path: Path) -> None:
     run(test)
 
 
+def test_a_signal_to_every_process_drains_too(tmp_path: Path) -> None:
+    """Service managers and shells signal a whole group: the engine must go on until the server ends it."""
+
+    async def test() -> None:
+        async with whole(tmp_path, drain_s=60) as client:
+            stream = await client.stream([70, 71], 300, stream_options={"include_usage": True})
+            await anext(stream)
+            server = psutil.Process(client.server.process.pid)
+            for process in [*server.children(recursive=True), server]:
+                process.send_signal(signal.SIGTERM)
+            chunks = [chunk async for chunk in stream]
+            assert chunks[-1].usage.completion_tokens == 300
+            assert await client.server.process.wait() == 0
+
+    run(test)
+
+
 def test_a_client_that_stops_reading_loses_its_request_and_nobody_waits(tmp_path: Path) -> None:
     async def test() -> None:
         async with whole(tmp_path) as client:

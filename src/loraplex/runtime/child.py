@@ -1,8 +1,9 @@
 """A child process of ours: started, spoken to over its pipes, watched, ended. Both sides are here.
 
 A child is `python -m MODULE` with the parent's import path. Messages are length-prefixed msgpack frames on its standard
-input and output; what libraries print goes to standard error. It ignores the terminal's interrupt, leaves the signal to
-end to its module, and does not outlive its parent.
+input and output; what libraries print goes to standard error. Signals to a whole group (a terminal's interrupt, a
+service manager's end) are the parent's to act on: the child ignores them, ends by `END_SIGNAL`, and does not outlive its
+parent.
 
 Never restarts anything and knows nothing of engines. Specification: DESIGN 4 "Processes".
 """
@@ -27,6 +28,8 @@ T = TypeVar("T")
 
 _LENGTH: Final = struct.Struct("<I")
 _PR_SET_PDEATHSIG: Final = 1
+END_SIGNAL: Final = signal.SIGUSR1
+"""Asks one child to end; a module that has something to finish handles it."""
 _PARENT: Final = "LORAPLEX_PARENT_PID"
 
 
@@ -126,7 +129,7 @@ class Child:
     async def stop(self, grace_s: float) -> int:
         """Ask it to end, wait, then end it; its exit status."""
         with suppress(ProcessLookupError):
-            self._process.terminate()
+            self._process.send_signal(END_SIGNAL)
         try:
             return await asyncio.wait_for(self._process.wait(), grace_s)
         except TimeoutError:
@@ -154,6 +157,7 @@ class Parent:
         thread which does not last is not tied: it reads all the time, and ends when there is no parent to read from.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._input: BinaryIO = os.fdopen(os.dup(0), "rb")
         self._output: BinaryIO = os.fdopen(os.dup(1), "wb")
         null = os.open(os.devnull, os.O_RDONLY)

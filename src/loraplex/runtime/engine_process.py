@@ -21,7 +21,7 @@ import msgspec
 from loraplex.config import EngineConfig
 from loraplex.core.errors import ErrorCode, LoraplexError
 from loraplex.core.ports import Clock, EventSink, Mailbox
-from loraplex.runtime.child import ChildGone, Parent
+from loraplex.runtime.child import END_SIGNAL, ChildGone, Parent
 from loraplex.runtime.clock import MonotonicClock
 from loraplex.runtime.event_stream import EventPublisher
 from loraplex.runtime.local import NullSink
@@ -101,14 +101,14 @@ def load_builder(name: str) -> Builder:
 
 
 def run(parent: Parent, start: EngineStart) -> int:
-    """Build and step until SIGTERM; the process's exit status."""
+    """Build and step until `END_SIGNAL`; the process's exit status."""
     mailbox = ZmqMailbox(start.endpoint)
     events = NullSink() if start.events is None else EventPublisher(start.events)
 
     def end(signum: int, frame: FrameType | None) -> None:
         mailbox.wake()
 
-    signal.signal(signal.SIGTERM, end)
+    signal.signal(END_SIGNAL, end)
     built: Built | None = None
     try:
         built = load_builder(start.builder)(start.config, mailbox, MonotonicClock(), events)

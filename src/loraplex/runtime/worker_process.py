@@ -13,7 +13,6 @@ import importlib
 import logging
 import os
 import queue
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -100,9 +99,8 @@ def run(parent: Parent, start: WorkerStart) -> int:
 
 
 def main() -> int:
-    """The child's entry. A signal to end is for the engine, which closes the pipe when its step is done."""
+    """The child's entry."""
     parent = Parent(tied=False)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(
         level=logging.WARNING, stream=sys.stderr, format="%(levelname)s worker %(name)s: %(message)s"
     )
