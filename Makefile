@@ -5,7 +5,7 @@ PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
-BENCH ?= ops decode load prefix trace step
+BENCH ?= decode
 
 BIN := .venv/bin
 RUNTIME := .venv/.stamp-runtime

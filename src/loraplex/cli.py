@@ -80,7 +80,6 @@ def serve(
         Literal["debug", "info", "warning", "error"], Parameter(help="What is logged, to standard error.")
     ] = "info",
     log_json: Annotated[bool, Parameter(negative="", help="Log one JSON object a line.")] = False,
-    log_prompts: Annotated[bool, Parameter(negative="", help="Put prompts into the log.")] = False,
     drain_s: Annotated[
         float, Parameter(help="Seconds that open requests may take after SIGTERM.")
     ] = DEFAULT_DRAIN_S,
@@ -108,7 +107,6 @@ def serve(
         expose_without_keys=expose_without_keys,
         log_level=log_level,
         log_json=log_json,
-        log_prompts=log_prompts,
         drain_s=drain_s,
     )
     return run_server(config)

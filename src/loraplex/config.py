@@ -90,7 +90,6 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     expose_without_keys: bool = False
     log_level: str = "info"
     log_json: bool = False
-    log_prompts: bool = False
     drain_s: float = DEFAULT_DRAIN_S
 
     def __post_init__(self) -> None:
