@@ -1,0 +1,70 @@
+"""The demo model: float32 greedy tokens equal transformers' for listed prompts (equality level c)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from loraplex import LLM, SamplingParams
+from loraplex.model.gguf import ensure_demo_model
+
+pytestmark = pytest.mark.e2e
+
+NEW = 12
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, there was a",
+    "def fibonacci(n):\n",
+    "Water boils at",
+    "The three primary colours are",
+    "2 + 2 =",
+    "Dear Sir or Madam,\n",
+    "In the beginning",
+    "A list of fruits: apple, banana,",
+    "SELECT name FROM users WHERE",
+    "The opposite of hot is",
+    "Roses are red, violets are",
+    "import numpy as np\n",
+    "The sun rises in the",
+    "To make tea, first",
+    "<html><head>",
+    "Albert Einstein was born in",
+    "La capitale de l'Italie est",
+    "Q: What is a dog?\nA:",
+    "My favourite book is",
+]
+
+
+def check(count: int) -> None:
+    folder: Path = ensure_demo_model()
+    with LLM(folder, dtype="float32", pool_gb=0.1, max_model_len=256) as llm:
+        outputs = llm.generate(
+            PROMPTS[:count], None, SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+        )
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for text, output in zip(PROMPTS, outputs, strict=False):
+        assert output.token_ids == greedy(theirs, output.prompt_token_ids), text
+        assert output.text != ""
+
+
+def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    """Greedy tokens of transformers, over its own cache; end-of-sequence tokens do not end it."""
+    tokens, past, feed = [], None, torch.tensor([prompt])
+    with torch.no_grad():
+        while len(tokens) < NEW:
+            answer = model(feed, past_key_values=past, use_cache=True)
+            tokens.append(int(answer.logits[0, -1].argmax()))
+            past, feed = answer.past_key_values, torch.tensor([tokens[-1:]])
+    return tokens
+
+
+def test_greedy_tokens_equal_transformers() -> None:
+    check(4)
+
+
+@pytest.mark.long
+def test_greedy_tokens_equal_transformers_for_all_prompts() -> None:
+    check(len(PROMPTS))
