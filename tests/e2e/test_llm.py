@@ -62,15 +62,15 @@ def small_pool(root: Path, kv_pages: int) -> float:
 def test_preemption_and_poisoned_pages_change_no_token(root: Path, depth: int, scrub: bool) -> None:
     prompts = [prompt(8, seed) for seed in range(4)]
     options: dict[str, Any] = {"pipeline_depth": depth, "scrub": scrub, "max_requests": 4}
-    # Each request ends with 10 pages of 4 positions; 4 of them begin with 2 or 3.
-    with open_llm(root, pool_gb=small_pool(root, 16), **options) as llm:
-        outputs = llm.generate(prompts, NAMES, greedy(32))
+    # Of 4 positions to a page, each request begins with 18 pages (prompt and growth horizon) and ends with 27.
+    with open_llm(root, pool_gb=small_pool(root, 80), **options) as llm:
+        outputs = llm.generate(prompts, NAMES, greedy(100))
         assert llm.inspect()["preemptions"] > 0
     with open_llm(root, **options) as llm:
-        calm = llm.generate(prompts, NAMES, greedy(32))
+        calm = llm.generate(prompts, NAMES, greedy(100))
         assert llm.inspect()["preemptions"] == 0
     for name, tokens, one, other in zip(NAMES, prompts, outputs, calm, strict=True):
-        check_greedy(one, name, 32)
+        check_greedy(one, name, 100)
         check_same(one.samples[0], other.samples[0], name, tokens)
 
 
@@ -258,6 +258,12 @@ def test_an_unknown_option_is_refused(root: Path) -> None:
     with pytest.raises(CallerError) as caught:
         open_llm(root, colour="red")
     assert caught.value.code is ErrorCode.CONFIG_INVALID
+
+
+def test_a_refused_adapter_at_the_start_leaves_nothing_behind(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(CallerError) as caught:
+        LLM(root / "base", {"a": tmp_path / "nowhere"}, dtype="float32", pool_gb=0.01)
+    assert caught.value.code is ErrorCode.ADAPTER_SOURCE_MISSING
 
 
 def test_an_adapter_with_a_tensor_left_over_is_refused(root: Path, tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ class Residents:
         self._held[slot] = generation
         for page, source in zip(pages.tolist(), image.pages, strict=True):
             self._table.copy_page(page, source)
-        return Copied(slot, generation, self._table.checksums(pages), torch.from_numpy(image.checksums))
+        expected = torch.from_numpy(image.checksums.copy())  # the map is read-only, which torch warns about
+        return Copied(slot, generation, self._table.checksums(pages), expected)
 
 
 def _stale(slot: int, what: str) -> InternalFault:
