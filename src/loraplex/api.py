@@ -130,17 +130,29 @@ class LLM:
                 **options,
             )
         except TypeError as error:
+            self._images_dir.cleanup()
             raise CallerError(ErrorCode.CONFIG_INVALID, f"unknown option: {error}") from error
+        except LoraplexError:
+            self._images_dir.cleanup()
+            raise
         self._mailbox = LocalMailbox()
-        self._built = build_engine(config, self._mailbox, MonotonicClock(), NullSink())
+        try:
+            self._built = build_engine(config, self._mailbox, MonotonicClock(), NullSink())
+        except BaseException:
+            self._images_dir.cleanup()
+            raise
         self._store = ImageStore(Path(self._images_dir.name))
-        self._codec: TextCodec | None = load_tokenizer(Path(model))
         self._catalog = AdapterCatalog()
         self._open: dict[str, _Open] = {}
         self._replies: dict[int, Reply] = {}
         self._calls = self._requests = 0
-        for alias, source in (adapters or {}).items():
-            self.add_adapter(alias, source)
+        try:
+            self._codec: TextCodec | None = load_tokenizer(Path(model))
+            for alias, source in (adapters or {}).items():
+                self.add_adapter(alias, source)
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -171,7 +183,9 @@ class LLM:
 
     def swap_adapter(self, alias: str, source: str | Path, *, expected: int | None = None) -> dict[str, Any]:
         """Publish a new revision under `alias`; requests under way finish on the one that they began with."""
-        self._catalog.current(alias)
+        self._catalog.check_swap(
+            alias, expected
+        )  # before the engine hears of it: a refusal leaves nothing there
         prepared = prepare_adapter(source, self._built.base, self._store)
         self._call(prepared.register)
         old, new = self._catalog.swap(alias, str(source), prepared, expected)

@@ -1,254 +1,288 @@
-"""`LLM` as a user has it, against transformers and PEFT on the same weights: both depths, both backends, replay."""
+"""`LLM` over the real runner: its tokens against transformers and PEFT, batches, preemption, contract and errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.numpy import load_file, save_file
+from tests.e2e.judge import CONFIGS, GIB, NAMES, check_greedy, check_same, open_llm, prompt
+from tests.model.tiny import POSITIONS, VOCAB
 
 from loraplex import LLM, SamplingParams
-from loraplex.config import EngineConfig
-from loraplex.core.errors import LoraplexError
-from loraplex.core.plan import BatchPlan, StepResult
-from loraplex.runtime.build import describe_model, engine_limits, make_runner
-from loraplex.runtime.worker import read_log, replay
+from loraplex.core.errors import CallerError, ErrorCode
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning"),
-]
+pytestmark = pytest.mark.e2e
 
-VOCAB = 128
-GREEDY = SamplingParams(max_tokens=10, temperature=0.0)
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "plain": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
-    "rs": {"r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": "all-linear"},
-    "pattern": {
-        "r": 4,
-        "lora_alpha": 8,
-        "target_modules": ["q_proj", "k_proj", "down_proj"],
-        "rank_pattern": {"q_proj": 7},
-        "alpha_pattern": {"down_proj": 3},
-    },
-}
-NAMES = [None, "plain", "rs", "pattern"]
+PROMPTS = [prompt(length, seed) for seed, length in enumerate((5, 23, 1, 14))]
+"""One for each of NAMES, of different lengths."""
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("base")
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {}
-    for name, options in ADAPTERS.items():
-        torch.manual_seed(len(name))
-        model = get_peft_model(LlamaForCausalLM.from_pretrained(base), LoraConfig(**options))
-        for key, parameter in model.named_parameters():
-            if "lora_B" in key:
-                torch.nn.init.normal_(parameter, std=0.3)
-        folders[name] = tmp_path_factory.mktemp(name)
-        model.save_pretrained(folders[name])
-    return folders
-
-
-@pytest.fixture(scope="module")
-def references(base: Path, adapters: dict[str, Path]) -> dict[str | None, Any]:
-    found: dict[str | None, Any] = {None: LlamaForCausalLM.from_pretrained(base).eval()}
-    for name, folder in adapters.items():
-        found[name] = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), folder).eval()
-    return found
-
-
-def prompts(count: int, longest: int = 40) -> list[list[int]]:
-    rng = np.random.default_rng(7)
-    return [rng.integers(3, VOCAB, int(rng.integers(2, longest))).tolist() for _ in range(count)]
-
-
-def assert_follows(reference: Any, prompt: list[int], tokens: list[int]) -> None:
-    """Level b: teacher-forced, every token is the reference's best or ties with it within 1e-4."""
-    with torch.inference_mode():
-        logits = reference(torch.tensor([prompt + tokens])).logits[0].float()
-    for index, token in enumerate(tokens):
-        row = logits[len(prompt) + index - 1]
-        assert row.max() - row[token] <= 1e-4, (index, token, int(row.argmax()))
-
-
-@pytest.fixture
-def llm(base: Path, adapters: dict[str, Path]) -> Iterator[LLM]:
-    with LLM(base, adapters, dtype="float32", pool_gb=0.01, scrub=True, page_tokens=4) as made:
-        yield made
+def greedy(count: int = 10, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0.0, **options)
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("backend", ["inline", "process"])
-def test_mixed_batch_follows_transformers_and_peft(
-    base: Path, adapters: dict[str, Path], references: dict[str | None, Any], depth: int, backend: str
-) -> None:
-    many = prompts(8)
-    names = [NAMES[i % 4] for i in range(8)]
-    with LLM(
-        base, adapters, dtype="float32", pool_gb=0.01, pipeline_depth=depth, backend=backend, scrub=True,
-        max_requests=6, token_budget=9, page_tokens=3,
-    ) as llm:  # fmt: skip
-        outputs = llm.generate(many, names, GREEDY)
-        alone = [llm.generate(p, n, GREEDY)[0] for p, n in zip(many[:4], names[:4], strict=True)]
-    for prompt, name, output in zip(many, names, outputs, strict=True):
-        assert_follows(references[name], prompt, output.token_ids)
-    assert [o.token_ids for o in alone] == [o.token_ids for o in outputs[:4]]
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_equals_transformers_and_peft(root: Path, name: str | None, depth: int) -> None:
+    with open_llm(root, [name] if name else [], pipeline_depth=depth) as llm:
+        for tokens in PROMPTS[:2]:
+            [output] = llm.generate([tokens], name, greedy(logprobs=5, prompt_logprobs=5))
+            check_greedy(output, name, 10)
+            assert output.finish_reason == "length"
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_preemption_keeps_the_answers(
-    base: Path, adapters: dict[str, Path], references: dict[str | None, Any], depth: int
-) -> None:
-    page_bytes = 2 * 2 * 4 * 2 * 8 * 4
-    params = SamplingParams(max_tokens=110, temperature=0.0, ignore_eos=True)
-    many = prompts(6, longest=8)
-    with LLM(
-        base, {"plain": adapters["plain"]}, dtype="float32", page_tokens=4, pool_gb=62 * page_bytes / (1 << 30),
-        max_model_len=128, pipeline_depth=depth, scrub=True,
-    ) as llm:  # fmt: skip
-        before = llm.inspect()["pages"]
-        outputs = llm.generate(many, ["plain", None] * 3, params)
-        after = llm.inspect()
-    assert after["preemptions"] > 0
-    assert after["pages"]["free"] == before["free"]
-    for index, output in enumerate(outputs):
-        assert len(output.token_ids) == 110
-        assert_follows(references["plain" if index % 2 == 0 else None], many[index], output.token_ids)
+def test_a_chunked_mixed_batch_equals_each_request_alone(root: Path, depth: int) -> None:
+    wanted = greedy(logprobs=5, prompt_logprobs=5)
+    with open_llm(root, pipeline_depth=depth, token_budget=8, max_requests=4) as llm:
+        batch = llm.generate(PROMPTS, NAMES, wanted)
+        steps = llm.inspect()["steps"]["launched"]
+        alone = [llm.generate([p], [n], wanted)[0] for p, n in zip(PROMPTS, NAMES, strict=True)]
+        assert steps > 10 + sum(map(len, PROMPTS)) // 8 - 1  # the prompts did not fit into one step
+    for name, tokens, one, other in zip(NAMES, PROMPTS, batch, alone, strict=True):
+        check_greedy(one, name, 10)
+        check_same(one.samples[0], other.samples[0], name, tokens)
 
 
-def test_log_probabilities_are_the_references(llm: LLM, references: dict[str | None, Any]) -> None:
-    prompt = prompts(1)[0]
-    params = SamplingParams(max_tokens=5, temperature=0.0, logprobs=5, prompt_logprobs=3, ignore_eos=True)
-    output = llm.generate([prompt], ["rs"], params)[0]
-    with torch.inference_mode():
-        ids = torch.tensor([prompt + output.token_ids])
-        expected = references["rs"](ids).logits[0].float().log_softmax(-1)
-    assert output.prompt_logprobs is not None
-    assert output.logprobs is not None
-    assert output.prompt_logprobs[0] is None
-    assert len(output.prompt_logprobs) == len(prompt)
-    for position, entry in enumerate(output.prompt_logprobs[1:], 1):
-        assert entry is not None
-        assert prompt[position] in entry
-        for token, value in entry.items():
-            assert value == pytest.approx(float(expected[position - 1, token]), abs=1e-4)
-    for index, entry in enumerate(output.logprobs):
-        assert output.token_ids[index] in entry
-        assert len(entry) == 5
-        for token, value in entry.items():
-            assert value == pytest.approx(float(expected[len(prompt) + index - 1, token]), abs=1e-4)
+def small_pool(root: Path, kv_pages: int) -> float:
+    """pool_gb that holds the null page, every adapter and `kv_pages` more."""
+    with open_llm(root) as llm:
+        llm.generate(PROMPTS, NAMES, greedy(1))
+        pages = llm.inspect()["pages"]
+    return (1 + pages["adapter"] + kv_pages + 0.5) * float(pages["page_bytes"]) / GIB
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, top_k=50, seed=11, ignore_eos=True)
-    many = prompts(4)
-    alone = llm.generate(many[0], "plain", params)[0]
-    batch = llm.generate(many, ["plain", None, "rs", "pattern"], params)
-    assert batch[0].token_ids == alone.token_ids
-    samples = llm.generate(many[0], "plain", SamplingParams(max_tokens=12, seed=11, n=3, ignore_eos=True))[
-        0
-    ].samples
-    assert len({tuple(s.token_ids) for s in samples}) == 3
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("scrub", [False, True])
+def test_preemption_and_poisoned_pages_change_no_token(root: Path, depth: int, scrub: bool) -> None:
+    prompts = [prompt(8, seed) for seed in range(4)]
+    options: dict[str, Any] = {"pipeline_depth": depth, "scrub": scrub, "max_requests": 4}
+    # Of 4 positions to a page, each request begins with 18 pages (prompt and growth horizon) and ends with 27.
+    with open_llm(root, pool_gb=small_pool(root, 80), **options) as llm:
+        outputs = llm.generate(prompts, NAMES, greedy(100))
+        assert llm.inspect()["preemptions"] > 0
+    with open_llm(root, **options) as llm:
+        calm = llm.generate(prompts, NAMES, greedy(100))
+        assert llm.inspect()["preemptions"] == 0
+    for name, tokens, one, other in zip(NAMES, prompts, outputs, calm, strict=True):
+        check_greedy(one, name, 100)
+        check_same(one.samples[0], other.samples[0], name, tokens)
 
 
-def test_bias_stop_ids_and_end_of_sequence(llm: LLM) -> None:
-    prompt = prompts(1)[0]
-    forced = llm.generate(prompt, None, SamplingParams(max_tokens=3, temperature=0.0, logit_bias={9: 100.0}))[
-        0
-    ]
-    assert forced.token_ids == [9, 9, 9]
-    assert forced.finish_reason == "length"
-    stopped = llm.generate(
-        prompt, None, SamplingParams(max_tokens=3, temperature=0.0, logit_bias={9: 100.0}, stop_token_ids=[9])
-    )[0]
-    assert (stopped.token_ids, stopped.finish_reason) == ([9], "stop")
-    ended = llm.generate(prompt, None, SamplingParams(max_tokens=3, temperature=0.0, logit_bias={2: 100.0}))[
-        0
-    ]
+def test_a_seed_gives_the_same_sample_alone_and_in_a_batch(root: Path) -> None:
+    params = [SamplingParams(max_tokens=12, seed=100 + index, temperature=0.9) for index in range(4)]
+    with open_llm(root) as llm:
+        batch = llm.generate(PROMPTS, NAMES, params)
+        alone = [llm.generate([p], n, s)[0] for p, n, s in zip(PROMPTS, NAMES, params, strict=True)]
+        others = llm.generate(
+            PROMPTS, NAMES, [SamplingParams(max_tokens=12, seed=7, temperature=0.9) for _ in params]
+        )
+    assert [o.token_ids for o in batch] == [o.token_ids for o in alone]
+    assert [o.token_ids for o in batch] != [o.token_ids for o in others]
+
+
+def test_n_gives_independent_samples_that_a_seed_repeats(root: Path) -> None:
+    params = SamplingParams(max_tokens=8, n=3, seed=3, logprobs=0, prompt_logprobs=0)
+    with open_llm(root, ["plain"]) as llm:
+        [first] = llm.generate([PROMPTS[0]], "plain", params)
+        [second] = llm.generate([PROMPTS[0]], "plain", params)
+        [single] = llm.generate([PROMPTS[0]], "plain", SamplingParams(max_tokens=8, seed=3))
+    texts = [tuple(sample.token_ids) for sample in first.samples]
+    assert len(set(texts)) == 3
+    assert texts == [tuple(sample.token_ids) for sample in second.samples]
+    assert first.token_ids == single.token_ids
+    assert first.prompt_logprobs is not None
+    assert len(first.prompt_logprobs) == len(PROMPTS[0])
+    for sample in first.samples:
+        assert sample.logprobs is not None
+        assert [list(entry) for entry in sample.logprobs] == [[token] for token in sample.token_ids]
+
+
+def test_sampled_tokens_are_always_among_their_logprobs(root: Path) -> None:
+    with open_llm(root, []) as llm:
+        outputs = llm.generate(
+            PROMPTS,
+            None,
+            SamplingParams(max_tokens=12, temperature=5.0, seed=1, logprobs=2, prompt_logprobs=2),
+        )
+    sizes = set()
+    for output in outputs:
+        assert output.logprobs is not None
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs[0] is None
+        pairs = [
+            *zip(output.token_ids, output.logprobs, strict=True),
+            *zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True),
+        ]
+        for token, entries in pairs:
+            assert entries is not None
+            assert token in entries
+            sizes.add(len(entries))
+    assert sizes == {2, 3}  # the token was one of the top two, or came on top of them
+
+
+def test_stop_token_ids_end_a_request(root: Path) -> None:
+    with open_llm(root, []) as llm:
+        [free] = llm.generate([PROMPTS[1]], None, greedy())
+        stop = free.token_ids[4]
+        end = free.token_ids.index(stop)
+        [stopped, other] = llm.generate(
+            [PROMPTS[1], PROMPTS[1]], None, [greedy(stop_token_ids=[stop]), greedy()]
+        )
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: end + 1]
+    assert (other.token_ids, other.finish_reason) == (free.token_ids, "length")
+
+
+def test_end_of_sequence_ends_a_request_unless_ignored(root: Path, tmp_path: Path) -> None:
+    with open_llm(root, []) as llm:
+        [free] = llm.generate([PROMPTS[1]], None, greedy())
+    eos = free.token_ids[3]
+    shutil.copytree(root / "base", tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos]}))
+    with open_llm(tmp_path, []) as llm:
+        [ended, ignoring] = llm.generate([PROMPTS[1]] * 2, None, [greedy(), greedy(ignore_eos=True)])
     assert ended.finish_reason == "stop"
-    ignored = llm.generate(
-        prompt, None, SamplingParams(max_tokens=3, temperature=0.0, logit_bias={2: 100.0}, ignore_eos=True)
-    )[0]
-    assert ignored.token_ids == [2, 2, 2]
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(eos) + 1]
+    assert (ignoring.token_ids, ignoring.finish_reason) == (free.token_ids, "length")
 
 
-def test_adapters_come_change_and_go(
-    llm: LLM, adapters: dict[str, Path], references: dict[str | None, Any]
-) -> None:
-    prompt = prompts(1)[0]
-    free = llm.inspect()["pages"]["free"]
-    added = llm.add_adapter("more", adapters["plain"])
-    assert (added["alias"], added["revision"], added["tensors_applied"]) == (
-        "more",
-        1,
-        added["tensors_total"],
-    )
-    assert llm.generate(prompt, "more", GREEDY)[0].adapter == "more@1"
-    swapped = llm.swap_adapter("more", adapters["rs"])
-    assert swapped["revision"] == 2
-    assert_follows(references["rs"], prompt, llm.generate(prompt, "more@2", GREEDY)[0].token_ids)
-    llm.remove_adapter("more")
-    assert llm.inspect()["pages"]["free"] == free
-    assert [a["alias"] for a in llm.adapters()] == list(ADAPTERS)
-    with pytest.raises(LoraplexError) as caught:
-        llm.generate(prompt, "more", GREEDY)
-    assert caught.value.code == "model_not_found"
+def test_logit_bias_forces_a_token_and_leaves_logprobs_raw(root: Path) -> None:
+    with open_llm(root, ["plain"]) as llm:
+        [free] = llm.generate([PROMPTS[0]], "plain", greedy(1, logprobs=20))
+        assert free.logprobs is not None
+        forced = min(free.logprobs[0], key=lambda token: free.logprobs[0][token])  # type: ignore[index]
+        [output] = llm.generate([PROMPTS[0]], "plain", greedy(5, logprobs=1, logit_bias={forced: 100.0}))
+    assert output.token_ids == [forced] * 5
+    assert output.logprobs is not None
+    assert output.logprobs[0][forced] == pytest.approx(free.logprobs[0][forced], abs=1e-4)
+
+
+def test_adapters_are_added_swapped_and_removed(root: Path) -> None:
+    with open_llm(root, []) as llm:
+        base = llm.generate(PROMPTS[0], None, greedy())[0]
+        assert base.adapter is None
+        assert llm.adapters() == []
+        before = llm.inspect()["pages"]
+        added = llm.add_adapter("a", root / "plain")
+        assert (added["alias"], added["revision"], added["ranks"]) == ("a", 1, [8])
+        assert added["tensors_applied"] == added["tensors_total"] == 2 * 2 * 3
+        plain = llm.generate([PROMPTS[0]], ["a"], greedy())[0]
+        check_greedy(plain, "plain", 10)
+        assert plain.adapter == "a@1"
+        assert llm.adapters()[0]["tier_bytes"]["device"] > 0
+        swapped = llm.swap_adapter("a", root / "rslora", expected=1)
+        assert swapped["revision"] == 2
+        assert swapped["semantic_digest"] != added["semantic_digest"]
+        tuned = llm.generate([PROMPTS[0]], "a", greedy())[0]
+        check_greedy(tuned, "rslora", 10)
+        assert tuned.adapter == "a@2"
+        with pytest.raises(CallerError) as conflict:
+            llm.swap_adapter("a", root / "plain", expected=1)
+        assert conflict.value.code is ErrorCode.ADAPTER_REVISION_CONFLICT
+        assert [entry["alias"] for entry in llm.adapters()] == ["a"]
+        llm.remove_adapter("a")
+        assert llm.adapters() == []
+        check_same(
+            llm.generate([PROMPTS[0]], None, greedy())[0].samples[0], base.samples[0], None, PROMPTS[0]
+        )
+        after = llm.inspect()
+        assert after["adapters"] == []
+        assert after["pages"] == before
+        with pytest.raises(CallerError) as gone:
+            llm.generate([PROMPTS[0]], "a")
+        assert gone.value.code is ErrorCode.MODEL_NOT_FOUND
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_pages_return_when_adapters_leave(root: Path, depth: int) -> None:
+    with open_llm(root, [], pipeline_depth=depth, scrub=True) as llm:
+        free = llm.inspect()["pages"]["free"]
+        for _ in range(2):
+            for name in CONFIGS:
+                llm.add_adapter(name, root / name)
+            llm.generate(PROMPTS, NAMES, greedy(3))
+            assert llm.inspect()["pages"]["free"] < free
+            for name in CONFIGS:
+                llm.remove_adapter(name)
+            assert llm.inspect()["pages"]["free"] == free
+
+
+def refused(llm: LLM, *args: Any) -> ErrorCode:
+    with pytest.raises(CallerError) as caught:
+        llm.generate(*args)
+    return caught.value.code
+
+
+def test_refusals_are_typed_and_leave_nothing_behind(root: Path) -> None:
+    with open_llm(root, ["plain"]) as llm:
+        good = PROMPTS[0]
+        llm.generate([good], "plain", greedy(1))
+        pages = llm.inspect()["pages"]
+        assert refused(llm, [good], "nobody") is ErrorCode.MODEL_NOT_FOUND
+        assert refused(llm, [good], "plain@9") is ErrorCode.MODEL_NOT_FOUND
+        assert refused(llm, "text") is ErrorCode.TOKENIZER_MISSING
+        assert refused(llm, [good], None, SamplingParams(stop="x")) is ErrorCode.TOKENIZER_MISSING
+        assert refused(llm, [good], None, greedy(POSITIONS)) is ErrorCode.CONTEXT_TOO_LONG
+        assert refused(llm, [[]]) is ErrorCode.EMPTY_PROMPT
+        assert refused(llm, [[1, VOCAB]]) is ErrorCode.TOKEN_OUT_OF_RANGE
+        assert refused(llm, [[-1]]) is ErrorCode.TOKEN_OUT_OF_RANGE
+        assert refused(llm, [[1 << 40]]) is ErrorCode.TOKEN_OUT_OF_RANGE
+        assert refused(llm, [good, good], ["plain"]) is ErrorCode.INVALID_REQUEST
+        assert refused(llm, [good], None, greedy(stop_token_ids=[VOCAB])) is ErrorCode.TOKEN_OUT_OF_RANGE
+        assert refused(llm, [good, [VOCAB], good], None, greedy(60)) is ErrorCode.TOKEN_OUT_OF_RANGE
+        # A token id that no int32 holds is found while requests before it are already open.
+        assert refused(llm, [good, [1 << 40]], None, greedy(60)) is ErrorCode.TOKEN_OUT_OF_RANGE
+        assert llm.inspect()["requests"] == {"running": 0, "waiting": 0, "live": 0}
+        [output] = llm.generate([good], "plain", greedy())
+        check_greedy(output, "plain", 10)
+        assert llm.inspect()["pages"] == pages
 
 
 @pytest.mark.parametrize(
-    ("prompt", "adapter", "params", "code"),
-    [
-        ("text", None, GREEDY, "tokenizer_missing"),
-        ([], None, GREEDY, "empty_prompt"),
-        ([VOCAB], None, GREEDY, "token_out_of_range"),
-        ([1 << 40], None, GREEDY, "token_out_of_range"),
-        ([5] * 250, None, GREEDY, "context_too_long"),
-        ([5], "nobody", GREEDY, "model_not_found"),
-        ([5], None, SamplingParams(max_tokens=4, logit_bias={VOCAB: 1.0}), "token_out_of_range"),
-    ],
+    "options", [{"temperature": -1.0}, {"top_p": 0.0}, {"n": 0}, {"max_tokens": 0}, {"logprobs": -1}]
 )
-def test_refusals_are_typed(
-    llm: LLM, prompt: Any, adapter: str | None, params: SamplingParams, code: str
-) -> None:
-    with pytest.raises(LoraplexError) as caught:
-        llm.generate([prompt], [adapter], params)
-    assert caught.value.code == code
-    assert llm.generate([[5, 6]], None, GREEDY)[0].token_ids
+def test_bad_sampling_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(CallerError) as caught:
+        SamplingParams(**options)
+    assert caught.value.code is ErrorCode.INVALID_SAMPLING
+    assert caught.value.param == next(iter(options))
 
 
-def test_a_log_of_plans_replays_to_the_same_tokens(
-    base: Path, adapters: dict[str, Path], tmp_path: Path
-) -> None:
-    log = tmp_path / "plans"
-    with LLM(base, adapters, dtype="float32", pool_gb=0.01, plan_log=str(log)) as llm:
-        outputs = llm.generate(prompts(4), NAMES, GREEDY)
-        llm._built.close()
-        config = EngineConfig(model=str(base), images_dir=llm._images_dir.name, dtype="float32", pool_gb=0.01)
-        description = describe_model(config)
-        runner = make_runner(config, description, engine_limits(config, description))
-        tokens: dict[int, list[int]] = {}
-        for packed, result in zip(read_log(log), replay(log, runner), strict=True):
-            plan, step = BatchPlan.unpack(packed), StepResult.unpack(result)
-            assert not step.error.size
-            for sample, token in zip(plan.samples, step.tokens.tolist(), strict=True):
-                tokens.setdefault(int(plan.requests[sample[1], 0]), []).append(token)
-    replayed = sorted(tokens.values())
-    for output in outputs:
-        assert any(stream[: len(output.token_ids)] == output.token_ids for stream in replayed)
+def test_an_unknown_option_is_refused(root: Path) -> None:
+    with pytest.raises(CallerError) as caught:
+        open_llm(root, colour="red")
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+
+
+def test_a_refused_adapter_at_the_start_leaves_nothing_behind(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(CallerError) as caught:
+        LLM(root / "base", {"a": tmp_path / "nowhere"}, dtype="float32", pool_gb=0.01)
+    assert caught.value.code is ErrorCode.ADAPTER_SOURCE_MISSING
+
+
+def test_an_adapter_with_a_tensor_left_over_is_refused(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "plain", tmp_path / "odd")
+    weights = tmp_path / "odd" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    tensors["base_model.model.model.layers.0.self_attn.z_proj.lora_A.weight"] = np.ones(
+        (8, 48), dtype=np.float32
+    )
+    save_file(tensors, weights)
+    with open_llm(root, ["plain"]) as llm:
+        pages = llm.inspect()["pages"]
+        for call in (
+            lambda: llm.add_adapter("odd", weights.parent),
+            lambda: llm.swap_adapter("plain", weights.parent),
+        ):
+            with pytest.raises(CallerError) as caught:
+                call()
+            assert caught.value.code is ErrorCode.ADAPTER_TENSOR_UNMATCHED
+            assert "z_proj" in caught.value.message
+        assert [(entry["alias"], entry["revision"]) for entry in llm.adapters()] == [("plain", 1)]
+        assert llm.inspect()["pages"] == pages

@@ -127,13 +127,18 @@ class AdapterCatalog:
 
         expected: the revision that the caller saw; `adapter_revision_conflict` when another one is current.
         """
+        old = self.check_swap(alias, expected)
+        return old, self._publish(alias, source, prepared)
+
+    def check_swap(self, alias: str, expected: int | None) -> Revision:
+        """The revision that a swap would replace; raises what `swap` would."""
         old = self.current(alias)
         if expected is not None and old.revision != expected:
             raise CallerError(
                 ErrorCode.ADAPTER_REVISION_CONFLICT,
                 f"adapter {alias!r} is at revision {old.revision}, the swap expected {expected}",
             )
-        return old, self._publish(alias, source, prepared)
+        return old
 
     def remove(self, alias: str) -> Revision:
         """Take an alias away; it is unknown at once."""
