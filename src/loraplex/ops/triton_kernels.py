@@ -208,16 +208,21 @@ def shrink_kernel(
 
 
 @triton.jit
-def _add_product(acc, z, b, F32_DOT: tl.constexpr):
-    """acc + B^T-tile x Z-tile, transposed: [BN, BM] += b [16, BN]^T z [BM, 16]^T, Z rounded to the factors' type.
+def _add_product(acc, z, b, BM: tl.constexpr, F32_DOT: tl.constexpr):
+    """acc + Z [BM, 16] x B^T-tile [16, BN], Z rounded to the factors' type.
 
-    Columns are the long side of the matrix instruction, so that a block of 8 rows wastes nothing.
+    Small blocks are multiplied transposed, acc [BN, BM]: columns on the long side of the matrix instruction, so that
+    8 rows waste nothing.
     """
-    left = tl.trans(b)
-    right = tl.trans(z.to(b.dtype))
+    z = z.to(b.dtype)
     if F32_DOT:
-        return acc + tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
-    return tl.dot(left, right, acc, input_precision="ieee")
+        z = z.to(tl.float32)
+        b = b.to(tl.float32)
+    if BM < 16:
+        acc = tl.dot(tl.trans(b), tl.trans(z), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(z, b, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
@@ -228,13 +233,48 @@ def _z_tile(z_ptr, z_row, i, mine, s, rank, Z_SPLITS: tl.constexpr, SPLITS: tl.c
     return tl.sum(tl.load(z_ptr + at, mask=keep, other=0.0), axis=1)
 
 
+@triton.jit
+def _expand_item(
+    item, i, blocks_ptr, blocks16_ptr, record_ptr, record64_ptr, block_cap,
+    M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, FIRST_MODULE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, GATHER: tl.constexpr,
+):  # fmt: skip
+    """What one expand program needs to know: all loads depend on the item's number only, so they run together."""
+    T0: tl.constexpr = (M0 + BN - 1) // BN
+    T1: tl.constexpr = (M1 + BN - 1) // BN
+    T2: tl.constexpr = (M2 + BN - 1) // BN
+    TILES: tl.constexpr = T0 + T1 + T2
+    block = tl.minimum(item // TILES, block_cap - 1)
+    tile = item % TILES
+    second = (tile >= T0).to(tl.int32)
+    third = (tile >= T0 + T1).to(tl.int32)
+    module = second + third
+    tile = tile - second * T0 - third * T1
+    d_out = tl.where(third == 1, M2, tl.where(second == 1, M1, M0))
+    column0 = second * M0 + third * M1
+    if (M0 % 16 == 0) and (M1 % 16 == 0) and (M2 % 16 == 0):
+        d_out = tl.multiple_of(d_out, 16)
+        column0 = tl.multiple_of(column0, 16)
+    at = block * LAYER_MODULES + FIRST_MODULE + module
+    base = tl.load(record64_ptr + at * (EXPAND_WORDS // 2))
+    ranks = tl.load(record_ptr + at * EXPAND_WORDS + 2)
+    scale = tl.load(record_ptr + at * EXPAND_WORDS + 3).to(tl.float32, bitcast=True)
+    list_at = tl.load(record_ptr + at * EXPAND_WORDS + 4)
+    flags = tl.load(record_ptr + at * EXPAND_WORDS + 5)
+    count = tl.load(blocks_ptr + block * BLOCK_WORDS + 1)
+    row0 = tl.load(blocks_ptr + block * BLOCK_WORDS + 2)
+    z_row = tl.load(blocks_ptr + block * BLOCK_WORDS + BLOCK_FIRST_Z + FIRST_MODULE + module)
+    rows = _row_ids(blocks16_ptr + block * (BLOCK_WORDS * 2) + BLOCK_ROWS * 2, row0, i, i < BM, GATHER)
+    return at, tile, d_out, column0, base, ranks, scale, list_at, flags, count, z_row, rows
+
+
 @triton.jit(do_not_specialize=["block_cap"])
 def expand_kernel(
     y_ptr, pool_ptr, pool32_ptr, z_ptr, head_ptr, blocks_ptr, blocks16_ptr, record_ptr, record64_ptr, list_ptr,
     vector_ptr, y_stride, block_cap,
     M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, FIRST_MODULE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr,
-    F32_DOT: tl.constexpr, PDL: tl.constexpr, VECTORS: tl.constexpr,
+    F32_DOT: tl.constexpr, PDL: tl.constexpr, VECTORS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """y[row, slice] = g * (y + s * Z B^T) + c over one column tile of one module.
 
@@ -251,58 +291,48 @@ def expand_kernel(
     s = tl.arange(0, Z_SPLITS)
     rank = tl.arange(0, TILE)
     total = tl.load(head_ptr) * TILES
+    at, tile, d_out, column0, base, ranks, scale, list_at, flags, count, z_row, rows = _expand_item(
+        item, i, blocks_ptr, blocks16_ptr, record_ptr, record64_ptr, block_cap, M0, M1, M2, FIRST_MODULE, BM, BN, GATHER
+    )
     while item < total:
-        block = item // TILES
-        tile = item % TILES
-        second = (tile >= T0).to(tl.int32)
-        third = (tile >= T0 + T1).to(tl.int32)
-        module = second + third
-        tile = tile - second * T0 - third * T1
-        d_out = tl.where(third == 1, M2, tl.where(second == 1, M1, M0))
-        column0 = second * M0 + third * M1
-        if ALIGNED:
-            d_out = tl.multiple_of(d_out, 16)
-            column0 = tl.multiple_of(column0, 16)
-        at = block * LAYER_MODULES + FIRST_MODULE + module
-        base = tl.load(record64_ptr + at * (EXPAND_WORDS // 2))
-        ranks = tl.load(record_ptr + at * EXPAND_WORDS + 2)
-        scale = tl.load(record_ptr + at * EXPAND_WORDS + 3).to(tl.float32, bitcast=True)
-        list_at = tl.load(record_ptr + at * EXPAND_WORDS + 4)
-        flags = tl.load(record_ptr + at * EXPAND_WORDS + 5)
-        count = tl.load(blocks_ptr + block * BLOCK_WORDS + 1)
-        row0 = tl.load(blocks_ptr + block * BLOCK_WORDS + 2)
-        z_row = tl.load(blocks_ptr + block * BLOCK_WORDS + BLOCK_FIRST_Z + FIRST_MODULE + module)
-        rows = _row_ids(blocks16_ptr + block * (BLOCK_WORDS * 2) + BLOCK_ROWS * 2, row0, i, i < BM, GATHER)
         if (ranks > 0) | (flags > 0):
             mine = i < count
             n = tile * BN + tl.arange(0, BN)
             inside = n < d_out
-            b_rows = _rank_rows(list_ptr, base, list_at, rank, d_out, rank < ranks, ALIGNED)
-            b = tl.load(
-                pool_ptr + b_rows[:, None] + n[None, :], mask=(rank < ranks)[:, None] & inside[None, :], other=0.0
-            )
+            live = rank < ranks
+            b_rows = _rank_rows(list_ptr, base, list_at, rank, d_out, live, ALIGNED)
+            b = tl.load(pool_ptr + b_rows[:, None] + n[None, :], mask=live[:, None] & inside[None, :], other=0.0)
             if PDL:
                 gdc_wait()
                 gdc_launch_dependents()
             keep = mine[:, None] & inside[None, :]
             y_at = y_ptr + (rows * y_stride + column0)[:, None] + n[None, :]
             y = tl.load(y_at, mask=keep, other=0.0)
-            acc = tl.zeros([BN, BM], dtype=tl.float32)
             z = _z_tile(z_ptr, z_row, i, mine & (ranks > 0), s, rank, Z_SPLITS, SPLITS)
+            if BM < 16:
+                acc = tl.zeros([BN, BM], dtype=tl.float32)
+            else:
+                acc = tl.zeros([BM, BN], dtype=tl.float32)
             for done in tl.range(16, ranks, 16, num_stages=1):
                 live = rank < ranks - done
                 at_list = tl.where(list_at >= 0, list_at + done, -1)
                 more = _rank_rows(list_ptr, base + done * d_out, at_list, rank, d_out, live, ALIGNED)
-                next_b = tl.load(
-                    pool_ptr + more[:, None] + n[None, :], mask=live[:, None] & inside[None, :], other=0.0
-                )
+                more_at = pool_ptr + more[:, None] + n[None, :]
                 z_row += count
-                next_z = _z_tile(z_ptr, z_row, i, mine, s, rank, Z_SPLITS, SPLITS)
-                acc = _add_product(acc, z, b, F32_DOT)
+                if AHEAD:
+                    next_b = tl.load(more_at, mask=live[:, None] & inside[None, :], other=0.0)
+                    next_z = _z_tile(z_ptr, z_row, i, mine, s, rank, Z_SPLITS, SPLITS)
+                    acc = _add_product(acc, z, b, BM, F32_DOT)
+                else:
+                    acc = _add_product(acc, z, b, BM, F32_DOT)
+                    next_b = tl.load(more_at, mask=live[:, None] & inside[None, :], other=0.0)
+                    next_z = _z_tile(z_ptr, z_row, i, mine, s, rank, Z_SPLITS, SPLITS)
                 b = next_b
                 z = next_z
-            acc = _add_product(acc, z, b, F32_DOT)
-            out = y.to(tl.float32) + tl.trans(acc) * scale
+            acc = _add_product(acc, z, b, BM, F32_DOT)
+            if BM < 16:
+                acc = tl.trans(acc)
+            out = y.to(tl.float32) + acc * scale
             if VECTORS:
                 if flags > 0:
                     index = tl.load(record64_ptr + at * (EXPAND_WORDS // 2) + 3)
@@ -313,5 +343,9 @@ def expand_kernel(
                     out = out * g[None, :] + c[None, :]
             tl.store(y_at, out.to(y.dtype), mask=keep)
         item += stride
+        at, tile, d_out, column0, base, ranks, scale, list_at, flags, count, z_row, rows = _expand_item(
+            item, i, blocks_ptr, blocks16_ptr, record_ptr, record64_ptr, block_cap, M0, M1, M2, FIRST_MODULE, BM, BN,
+            GATHER,
+        )
     if PDL:
         gdc_wait()

@@ -45,6 +45,7 @@ class Tuning:
     block_rows: rows of a block. splits: most chunks of d_in; chunk_floor: fewest elements of a chunk. max_bk: elements
     loaded at once; a longer chunk is a loop with `stages` stages. bn: columns of an expand tile. *_warps, *_ctas: warps
     of a program, programs of the grid for each multiprocessor. pdl: programmatic dependent launch.
+    ahead: the expand asks for the next rank tile before it multiplies the current one.
     """
 
     block_rows: int
@@ -58,6 +59,7 @@ class Tuning:
     expand_ctas: int
     stages: int = 1
     pdl: bool = True
+    ahead: bool = True
 
 
 DECODE: Final = Tuning(
@@ -112,7 +114,8 @@ def expand_constants(
     widths = [*d_out[first:last], 0, 0][:3]
     return {
         "M0": widths[0], "M1": widths[1], "M2": widths[2], "BM": tuning.block_rows, "BN": tuning.bn,
-        "SPLITS": cut.splits, "Z_SPLITS": cut.z_splits, "VECTORS": True, "num_warps": tuning.expand_warps,
+        "SPLITS": cut.splits, "Z_SPLITS": cut.z_splits, "VECTORS": True,
+        "AHEAD": tuning.ahead, "num_warps": tuning.expand_warps,
         **_common(phase, tuning, interpreted),
     }  # fmt: skip
 
