@@ -23,7 +23,6 @@ from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import LAYER_MODULES
 from loraplex.core.layout import EXTENT_ALIGN_BYTES, VECTOR_ITEMSIZE, Factor
 from loraplex.core.limits import MAX_RANK
-from loraplex.ops.worklist import RANK_TILE
 
 I64 = npt.NDArray[np.int64]
 
@@ -75,7 +74,7 @@ class FactorTable:
         self.scales = torch.zeros(shape, dtype=torch.float32, device=device)
         self.flags = torch.zeros(shape, dtype=torch.int32, device=device)
         self.vectors = torch.zeros((*shape, 2), dtype=torch.int64, device=device)
-        self.tiles = torch.zeros((slots, MODULES), dtype=torch.int32, device=device)
+        self.max_ranks_device = torch.zeros((slots, MODULES), dtype=torch.int32, device=device)
         self.row_list = torch.zeros(split_rows, dtype=torch.int64, device=device)
         self.max_ranks = np.zeros((slots, MODULES), dtype=np.int32)
         self.has_vectors = np.zeros(slots, dtype=bool)
@@ -105,17 +104,16 @@ class FactorTable:
             self.row_list[first : first + len(listed)].copy_(torch.tensor(listed, dtype=torch.int64))
         self.max_ranks[slot] = ranks.max(axis=0, initial=0)
         self.has_vectors[slot] = bool((flags & (HAS_G | HAS_C)).any())
-        tiles = -(-self.max_ranks[slot] // RANK_TILE)
         for target, values in (
             (self.addresses, addresses), (self.ranks, ranks), (self.scales, scales), (self.flags, flags),
-            (self.vectors, vectors), (self.tiles, tiles.astype(np.int32)),
+            (self.vectors, vectors), (self.max_ranks_device, self.max_ranks[slot]),
         ):  # fmt: skip
             target[slot].copy_(torch.from_numpy(values))
 
     def clear(self, slot: int) -> None:
         """Empty a slot: rank 0 everywhere, so that a stale launch adds nothing. The slot may be empty already."""
         self._check_slot(slot)
-        for target in (self.ranks, self.tiles, self.flags, self.addresses):
+        for target in (self.ranks, self.max_ranks_device, self.flags, self.addresses):
             target[slot].zero_()
         self.max_ranks[slot] = 0
         self.has_vectors[slot] = False

@@ -27,7 +27,6 @@ BLOCK_ROWS = tl.constexpr(4)
 BLOCK_FIRST_RECORD = tl.constexpr(12)
 BLOCK_FIRST_Z = tl.constexpr(19)
 LAYER_MODULES = tl.constexpr(7)
-TILE = tl.constexpr(16)
 META_WORDS = tl.constexpr(16)
 META_ROWS = tl.constexpr(8)
 EXPAND_WORDS = tl.constexpr(8)
@@ -36,12 +35,12 @@ SHRINK_WORDS = tl.constexpr(4)
 
 @triton.jit(do_not_specialize=["layers", "block_cap", "record_cap"])
 def records_kernel(
-    head_ptr, blocks_ptr, address_ptr, rank_ptr, scale_ptr, flags_ptr, tiles_ptr,
+    head_ptr, blocks_ptr, address_ptr, rank_ptr, scale_ptr, flags_ptr, max_rank_ptr,
     meta_ptr, shrink_ptr, shrink64_ptr, expand_ptr, expand64_ptr,
     layers, block_cap, record_cap,
     D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D3: tl.constexpr, D4: tl.constexpr, D5: tl.constexpr,
     D6: tl.constexpr, BASE0: tl.constexpr, BASE1: tl.constexpr, BASE2: tl.constexpr, BASE3: tl.constexpr,
-    MAX_TILES: tl.constexpr,
+    TILE: tl.constexpr, MAX_TILES: tl.constexpr,
 ):  # fmt: skip
     """One program a (block, layer): writes the block's shrink and expand records of that layer.
 
@@ -62,7 +61,7 @@ def records_kernel(
             rank = tl.load(rank_ptr + index)
             a = tl.load(address_ptr + index * 2)
             b = tl.load(address_ptr + index * 2 + 1)
-            tiles = tl.load(tiles_ptr + slot * LAYER_MODULES + module)
+            tiles = tl.cdiv(tl.load(max_rank_ptr + slot * LAYER_MODULES + module), TILE)
             z0 = tl.load(head + BLOCK_FIRST_Z + module)
             out = (layer.to(tl.int64) * block_cap + block) * LAYER_MODULES + module
             split = b < 0
@@ -126,7 +125,7 @@ def _row_ids(rows16_ptr, row0, i, live, GATHER: tl.constexpr):
 
 @triton.jit
 def _rank_rows(list_ptr, base, list_at, rank, stride, live, ALIGNED: tl.constexpr):
-    """Element offsets [16] of the rank rows of a tile: one extent, or row by row where a factor is split over pages."""
+    """Element offsets [TILE] of the rank rows of a tile: one extent, or row by row where a factor is split over pages."""
     listed = tl.load(list_ptr + list_at + rank, mask=live & (list_at >= 0), other=0)
     offsets = tl.where(list_at >= 0, listed, base + rank * stride)
     if ALIGNED:
@@ -140,11 +139,13 @@ def shrink_kernel(
     x_stride, record_cap,
     COUNT_AT: tl.constexpr, D_IN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
     SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr, F32_DOT: tl.constexpr, PDL: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, TILE: tl.constexpr, EARLY_X: tl.constexpr,
 ):  # fmt: skip
-    """Z partials: z[row of Z, split, 16] = sum over one chunk of d_in of x[row] * a[rank].
+    """Z partials: z[row of Z, split, TILE] = sum over one chunk of d_in of x[row] * a[rank].
 
-    x [rows, D_IN]; pool: the page pool as elements; z float32 [*, Z_SPLITS, 16]. Work item = record x split.
+    x [rows, D_IN]; pool: the page pool as elements; z float32 [*, Z_SPLITS, TILE]. Work item = record x split.
+    EARLY_X: the kernel in front of this one (the base GEMM) neither wrote X nor uses Z and was launched in plain order
+    itself, so X is complete and Z free; the wait moves to the end, where it keeps this kernel from ending before it.
     """
     item = tl.program_id(0)
     stride = tl.num_programs(0)
@@ -172,7 +173,8 @@ def shrink_kernel(
                 inside = k < D_IN
                 a = tl.load(a_at, mask=live[:, None] & inside[None, :], other=0.0)
                 if PDL:
-                    gdc_wait()
+                    if not EARLY_X:
+                        gdc_wait()
                     gdc_launch_dependents()
                 x = tl.load(x_at, mask=mine[:, None] & inside[None, :], other=0.0)
                 if F32_DOT:
@@ -181,7 +183,8 @@ def shrink_kernel(
                     acc = tl.dot(a, tl.trans(x), input_precision="ieee")
             else:
                 if PDL:
-                    gdc_wait()
+                    if not EARLY_X:
+                        gdc_wait()
                     gdc_launch_dependents()
                 acc = tl.zeros([TILE, BM], dtype=tl.float32)
                 for step in tl.range(0, STEPS, num_stages=STAGES):
@@ -193,7 +196,7 @@ def shrink_kernel(
                     else:
                         acc = tl.dot(a, tl.trans(x), acc, input_precision="ieee")
             z_at = (z_row + i).to(tl.int64)[None, :] * (Z_SPLITS * TILE) + split * TILE + rank[:, None]
-            tl.store(z_ptr + z_at, acc, mask=mine[None, :])
+            tl.store(z_ptr + z_at, acc, mask=live[:, None] & mine[None, :])
         item += stride
         record = tl.minimum(item // SPLITS, record_cap - 1)
         count = tl.load(meta_ptr + record * META_WORDS)
@@ -209,7 +212,7 @@ def shrink_kernel(
 
 @triton.jit
 def _add_product(acc, z, b, BM: tl.constexpr, F32_DOT: tl.constexpr):
-    """acc + Z [BM, 16] x B^T-tile [16, BN], Z rounded to the factors' type.
+    """acc + Z [BM, TILE] x B^T-tile [TILE, BN], Z rounded to the factors' type.
 
     Small blocks are multiplied transposed, acc [BN, BM]: columns on the long side of the matrix instruction, so that
     8 rows waste nothing.
@@ -226,11 +229,22 @@ def _add_product(acc, z, b, BM: tl.constexpr, F32_DOT: tl.constexpr):
 
 
 @triton.jit
-def _z_tile(z_ptr, z_row, i, mine, s, rank, Z_SPLITS: tl.constexpr, SPLITS: tl.constexpr):
-    """Z of one rank tile, [BM, 16] float32: the partial sums added in one order."""
-    at = (z_row + i).to(tl.int64)[:, None, None] * (Z_SPLITS * TILE) + s[None, :, None] * TILE + rank[None, None, :]
-    keep = mine[:, None, None] & (s < SPLITS)[None, :, None]
-    return tl.sum(tl.load(z_ptr + at, mask=keep, other=0.0), axis=1)
+def _z_tile(
+    z_ptr, z_row, i, rank, keep, Z_SPLITS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """Z of one rank tile, [BM, TILE] float32: the partial sums added in one order."""
+    at = z_ptr + (z_row + i).to(tl.int64)[:, None] * (Z_SPLITS * TILE) + rank[None, :]
+    if BM < 16:
+        s = tl.arange(0, Z_SPLITS)
+        parts = tl.load(
+            at[:, None, :] + (s * TILE)[None, :, None], mask=keep[:, None, :] & (s < SPLITS)[None, :, None], other=0.0
+        )
+        z = tl.sum(parts, axis=1)
+    else:
+        z = tl.load(at, mask=keep, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            z += tl.load(at + split * TILE, mask=keep, other=0.0)
+    return z
 
 
 @triton.jit
@@ -274,7 +288,7 @@ def expand_kernel(
     vector_ptr, y_stride, block_cap,
     M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, FIRST_MODULE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr,
-    F32_DOT: tl.constexpr, PDL: tl.constexpr, VECTORS: tl.constexpr, AHEAD: tl.constexpr,
+    F32_DOT: tl.constexpr, PDL: tl.constexpr, VECTORS: tl.constexpr, AHEAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """y[row, slice] = g * (y + s * Z B^T) + c over one column tile of one module.
 
@@ -288,7 +302,6 @@ def expand_kernel(
     item = tl.program_id(0)
     stride = tl.num_programs(0)
     i = tl.arange(0, BM)
-    s = tl.arange(0, Z_SPLITS)
     rank = tl.arange(0, TILE)
     total = tl.load(head_ptr) * TILES
     at, tile, d_out, column0, base, ranks, scale, list_at, flags, count, z_row, rows = _expand_item(
@@ -308,12 +321,12 @@ def expand_kernel(
             keep = mine[:, None] & inside[None, :]
             y_at = y_ptr + (rows * y_stride + column0)[:, None] + n[None, :]
             y = tl.load(y_at, mask=keep, other=0.0)
-            z = _z_tile(z_ptr, z_row, i, mine & (ranks > 0), s, rank, Z_SPLITS, SPLITS)
+            z = _z_tile(z_ptr, z_row, i, rank, mine[:, None] & live[None, :], Z_SPLITS, SPLITS, TILE, BM)
             if BM < 16:
                 acc = tl.zeros([BN, BM], dtype=tl.float32)
             else:
                 acc = tl.zeros([BM, BN], dtype=tl.float32)
-            for done in tl.range(16, ranks, 16, num_stages=1):
+            for done in tl.range(TILE, ranks, TILE, num_stages=1):
                 live = rank < ranks - done
                 at_list = tl.where(list_at >= 0, list_at + done, -1)
                 more = _rank_rows(list_ptr, base + done * d_out, at_list, rank, d_out, live, ALIGNED)
@@ -321,12 +334,12 @@ def expand_kernel(
                 z_row += count
                 if AHEAD:
                     next_b = tl.load(more_at, mask=live[:, None] & inside[None, :], other=0.0)
-                    next_z = _z_tile(z_ptr, z_row, i, mine, s, rank, Z_SPLITS, SPLITS)
+                    next_z = _z_tile(z_ptr, z_row, i, rank, mine[:, None] & live[None, :], Z_SPLITS, SPLITS, TILE, BM)
                     acc = _add_product(acc, z, b, BM, F32_DOT)
                 else:
                     acc = _add_product(acc, z, b, BM, F32_DOT)
                     next_b = tl.load(more_at, mask=live[:, None] & inside[None, :], other=0.0)
-                    next_z = _z_tile(z_ptr, z_row, i, mine, s, rank, Z_SPLITS, SPLITS)
+                    next_z = _z_tile(z_ptr, z_row, i, rank, mine[:, None] & live[None, :], Z_SPLITS, SPLITS, TILE, BM)
                 b = next_b
                 z = next_z
             acc = _add_product(acc, z, b, BM, F32_DOT)

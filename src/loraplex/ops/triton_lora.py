@@ -60,6 +60,8 @@ class Tuning:
     stages: int = 1
     pdl: bool = True
     ahead: bool = True
+    rank_tile: int = RANK_TILE
+    early_x: bool = False
 
 
 DECODE: Final = Tuning(
@@ -101,7 +103,8 @@ def shrink_constants(
     """Constexprs and launch options of a group's shrink."""
     return {
         "D_IN": d_in[GROUPS[group][0]], "BM": tuning.block_rows, "BK": cut.bk, "STEPS": cut.steps,
-        "SPLITS": cut.splits, "Z_SPLITS": cut.z_splits, "STAGES": tuning.stages, "num_warps": tuning.shrink_warps,
+        "SPLITS": cut.splits, "Z_SPLITS": cut.z_splits, "STAGES": tuning.stages,
+        "TILE": tuning.rank_tile, "EARLY_X": tuning.early_x, "num_warps": tuning.shrink_warps,
         **_common(phase, tuning, interpreted),
     }  # fmt: skip
 
@@ -115,7 +118,7 @@ def expand_constants(
     return {
         "M0": widths[0], "M1": widths[1], "M2": widths[2], "BM": tuning.block_rows, "BN": tuning.bn,
         "SPLITS": cut.splits, "Z_SPLITS": cut.z_splits, "VECTORS": True,
-        "AHEAD": tuning.ahead, "num_warps": tuning.expand_warps,
+        "AHEAD": tuning.ahead, "TILE": tuning.rank_tile, "num_warps": tuning.expand_warps,
         **_common(phase, tuning, interpreted),
     }  # fmt: skip
 
@@ -123,11 +126,11 @@ def expand_constants(
 def capacity(phase: Phase, rows: int, runs: int, max_rank: int, tuning: Tuning) -> Capacity:
     """Room for any batch of `rows` rows in at most `runs` adapter runs with ranks up to `max_rank`."""
     blocks = rows if phase is Phase.DECODE else -(-rows // tuning.block_rows) + runs
-    tiles = -(-max_rank // RANK_TILE)
+    tiles = -(-max_rank // tuning.rank_tile)
     records = [(last - first) * tiles * blocks for first, last in GROUPS]
     widest = max(last - first for first, last in GROUPS)
     return Capacity(
-        phase, tuning.block_rows, blocks, (records[0], records[1], records[2], records[3]), widest * tiles * rows
+        phase, tuning.block_rows, tuning.rank_tile, blocks, (records[0], records[1], records[2], records[3]), widest * tiles * rows
     )
 
 
@@ -172,7 +175,7 @@ class LoraStep:
         self.expand_records = ints(layers, blocks * MODULES, EXPAND_WORDS)
         self.starts = [sum(self.room.records[:group]) for group in range(len(GROUPS))]
         z_splits = max(chunks(d_in, self.tuning).z_splits for d_in in self.table.d_in)
-        self.z = torch.zeros(self.room.z_rows * z_splits * RANK_TILE, dtype=torch.float32, device=device)
+        self.z = torch.zeros(self.room.z_rows * z_splits * self.tuning.rank_tile, dtype=torch.float32, device=device)
 
     @property
     def scratch_bytes(self) -> int:
@@ -197,9 +200,9 @@ class LoraStep:
         grid = (self.room.blocks, table.layers)
         kernels.records_kernel[grid](
             self.head, self.blocks, table.addresses, table.ranks, table.scales.view(torch.int32), table.flags,
-            table.tiles, self.meta, self.shrink_records, self.shrink_records.view(torch.int64), self.expand_records,
+            table.max_ranks_device, self.meta, self.shrink_records, self.shrink_records.view(torch.int64), self.expand_records,
             self.expand_records.view(torch.int64), table.layers, self.room.blocks, self.records, *table.d_in,
-            *self.starts, MAX_TILES=MAX_RANK // RANK_TILE, num_warps=1,
+            *self.starts, TILE=self.tuning.rank_tile, MAX_TILES=MAX_RANK // self.tuning.rank_tile, num_warps=1,
         )  # fmt: skip
 
     def prepare(self, work: WorkList) -> None:
@@ -278,7 +281,7 @@ def compile_plan(
 
     bases = {f"BASE{group}": 16 * group for group in range(len(GROUPS))}
     widths = {f"D{module}": d_in[module] for module in range(MODULES)}
-    add(kernels.records_kernel, {**widths, **bases, "MAX_TILES": MAX_RANK // RANK_TILE, "num_warps": 1})
+    add(kernels.records_kernel, {**widths, **bases, "TILE": tuning.rank_tile, "MAX_TILES": MAX_RANK // tuning.rank_tile, "num_warps": 1})
     for group, (first, _) in enumerate(GROUPS):
         cut = chunks(d_in[first], tuning)
         add(

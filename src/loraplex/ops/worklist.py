@@ -45,10 +45,12 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Room that the device buffers of one phase have. block_rows: rows of a full block (at most 16 in decode)."""
+    """Room that the device buffers of one phase have. block_rows: rows of a full block (at most 16 in decode).
+    rank_tile: ranks that one record covers."""
 
     phase: Phase
     block_rows: int
+    rank_tile: int
     blocks: int
     records: tuple[int, int, int, int]
     z_rows: int
@@ -111,7 +113,7 @@ def build(
     if kept.size and (kept.min() < 0 or (room.phase is Phase.DECODE and kept.max() > MAX_LISTED_ROW)):
         raise _refuse(ErrorCode.PLAN_GROUPS, f"rows must be 0 to {MAX_LISTED_ROW}, got {int(kept.max())}")
     count = np.diff(bounds)
-    tiles = -(-max_ranks[owner] // RANK_TILE)
+    tiles = -(-max_ranks[owner] // room.rank_tile)
     order = np.argsort(-(tiles.sum(axis=1)), kind="stable")
     owner, count, tiles, first = owner[order], count[order], tiles[order], bounds[:-1][order]
     blocks = np.zeros((owner.size, BLOCK_WORDS), dtype=np.int32)
