@@ -196,7 +196,7 @@ def shrink_kernel(
                     else:
                         acc = tl.dot(a, tl.trans(x), acc, input_precision="ieee")
             z_at = (z_row + i).to(tl.int64)[None, :] * (Z_SPLITS * TILE) + split * TILE + rank[:, None]
-            tl.store(z_ptr + z_at, acc, mask=live[:, None] & mine[None, :])
+            tl.store(z_ptr + z_at, acc, mask=mine[None, :])
         item += stride
         record = tl.minimum(item // SPLITS, record_cap - 1)
         count = tl.load(meta_ptr + record * META_WORDS)
@@ -212,12 +212,11 @@ def shrink_kernel(
 
 @triton.jit
 def _add_product(acc, z, b, BM: tl.constexpr, F32_DOT: tl.constexpr):
-    """acc + Z [BM, TILE] x B^T-tile [TILE, BN], Z rounded to the factors' type.
+    """acc + Z [BM, TILE] x B^T-tile [TILE, BN], both of the factors' type.
 
     Small blocks are multiplied transposed, acc [BN, BM]: columns on the long side of the matrix instruction, so that
     8 rows waste nothing.
     """
-    z = z.to(b.dtype)
     if F32_DOT:
         z = z.to(tl.float32)
         b = b.to(tl.float32)
@@ -230,56 +229,38 @@ def _add_product(acc, z, b, BM: tl.constexpr, F32_DOT: tl.constexpr):
 
 @triton.jit
 def _z_tile(
-    z_ptr, z_row, i, rank, keep, Z_SPLITS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr
+    z_ptr, z_row, i, mine, Z_SPLITS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
-    """Z of one rank tile, [BM, TILE] float32: the partial sums added in one order."""
+    """Z of one rank tile, [BM, TILE] float32: the partial sums added in one order.
+
+    Ranks beyond the true one hold what a shrink left there, so B's zeros must meet finite numbers: the shrink writes
+    whole tiles.
+    """
+    rank = tl.arange(0, TILE)
     at = z_ptr + (z_row + i).to(tl.int64)[:, None] * (Z_SPLITS * TILE) + rank[None, :]
     if BM < 16:
         s = tl.arange(0, Z_SPLITS)
-        parts = tl.load(
-            at[:, None, :] + (s * TILE)[None, :, None], mask=keep[:, None, :] & (s < SPLITS)[None, :, None], other=0.0
-        )
-        z = tl.sum(parts, axis=1)
+        keep = mine[:, None, None] & (s < SPLITS)[None, :, None]
+        z = tl.sum(tl.load(at[:, None, :] + (s * TILE)[None, :, None], mask=keep, other=0.0), axis=1)
     else:
-        z = tl.load(at, mask=keep, other=0.0)
+        z = tl.load(at, mask=mine[:, None], other=0.0)
         for split in tl.static_range(1, SPLITS):
-            z += tl.load(at + split * TILE, mask=keep, other=0.0)
+            z += tl.load(at + split * TILE, mask=mine[:, None], other=0.0)
     return z
 
 
 @triton.jit
-def _expand_item(
-    item, i, blocks_ptr, blocks16_ptr, record_ptr, record64_ptr, block_cap,
-    M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, FIRST_MODULE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, GATHER: tl.constexpr,
+def _b_tile(
+    pool_ptr, list_ptr, base, list_at, done, ranks, d_out, n, wanted, TILE: tl.constexpr, EVEN: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """What one expand program needs to know: all loads depend on the item's number only, so they run together."""
-    T0: tl.constexpr = (M0 + BN - 1) // BN
-    T1: tl.constexpr = (M1 + BN - 1) // BN
-    T2: tl.constexpr = (M2 + BN - 1) // BN
-    TILES: tl.constexpr = T0 + T1 + T2
-    block = tl.minimum(item // TILES, block_cap - 1)
-    tile = item % TILES
-    second = (tile >= T0).to(tl.int32)
-    third = (tile >= T0 + T1).to(tl.int32)
-    module = second + third
-    tile = tile - second * T0 - third * T1
-    d_out = tl.where(third == 1, M2, tl.where(second == 1, M1, M0))
-    column0 = second * M0 + third * M1
-    if (M0 % 16 == 0) and (M1 % 16 == 0) and (M2 % 16 == 0):
-        d_out = tl.multiple_of(d_out, 16)
-        column0 = tl.multiple_of(column0, 16)
-    at = block * LAYER_MODULES + FIRST_MODULE + module
-    base = tl.load(record64_ptr + at * (EXPAND_WORDS // 2))
-    ranks = tl.load(record_ptr + at * EXPAND_WORDS + 2)
-    scale = tl.load(record_ptr + at * EXPAND_WORDS + 3).to(tl.float32, bitcast=True)
-    list_at = tl.load(record_ptr + at * EXPAND_WORDS + 4)
-    flags = tl.load(record_ptr + at * EXPAND_WORDS + 5)
-    count = tl.load(blocks_ptr + block * BLOCK_WORDS + 1)
-    row0 = tl.load(blocks_ptr + block * BLOCK_WORDS + 2)
-    z_row = tl.load(blocks_ptr + block * BLOCK_WORDS + BLOCK_FIRST_Z + FIRST_MODULE + module)
-    rows = _row_ids(blocks16_ptr + block * (BLOCK_WORDS * 2) + BLOCK_ROWS * 2, row0, i, i < BM, GATHER)
-    return at, tile, d_out, column0, base, ranks, scale, list_at, flags, count, z_row, rows
+    """[TILE, BN] of B-transposed from rank row `done` on; zeros where there is none or it is not wanted."""
+    rank = tl.arange(0, TILE)
+    live = (rank < ranks - done) & wanted
+    at_list = tl.where(list_at >= 0, list_at + done, -1)
+    rows = _rank_rows(list_ptr, base + done * d_out, at_list, rank, d_out, live, ALIGNED)
+    keep = live[:, None] if EVEN else live[:, None] & (n < d_out)[None, :]
+    return tl.load(pool_ptr + rows[:, None] + n[None, :], mask=keep, other=0.0)
 
 
 @triton.jit(do_not_specialize=["block_cap"])
@@ -288,77 +269,101 @@ def expand_kernel(
     vector_ptr, y_stride, block_cap,
     M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, FIRST_MODULE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr,
-    F32_DOT: tl.constexpr, PDL: tl.constexpr, VECTORS: tl.constexpr, AHEAD: tl.constexpr, TILE: tl.constexpr,
+    F32_DOT: tl.constexpr, PDL: tl.constexpr, VECTORS: tl.constexpr, TILE: tl.constexpr, MAX_RUN: tl.constexpr,
 ):  # fmt: skip
-    """y[row, slice] = g * (y + s * Z B^T) + c over one column tile of one module.
+    """y[row, slice] = g * (y + s * Z B^T) + c.
 
-    y [rows, M0 + M1 + M2]: outputs of up to three modules side by side (0: absent). Work item = block x column tile.
+    y [rows, M0 + M1 + M2]: outputs of up to three modules side by side (0: absent). Work item = block x run of column
+    tiles of one module. Runs are as long as the grid stays full (at most MAX_RUN tiles), so that Z is added up once for
+    many columns where there is much to do, and spread over the device where there is little. Columns are independent:
+    the length of a run changes no result.
     """
     T0: tl.constexpr = (M0 + BN - 1) // BN
     T1: tl.constexpr = (M1 + BN - 1) // BN
     T2: tl.constexpr = (M2 + BN - 1) // BN
-    TILES: tl.constexpr = T0 + T1 + T2
     ALIGNED: tl.constexpr = (M0 % 16 == 0) and (M1 % 16 == 0) and (M2 % 16 == 0)
+    EVEN: tl.constexpr = (M0 % BN == 0) and (M1 % BN == 0) and (M2 % BN == 0)
     item = tl.program_id(0)
     stride = tl.num_programs(0)
     i = tl.arange(0, BM)
-    rank = tl.arange(0, TILE)
-    total = tl.load(head_ptr) * TILES
-    at, tile, d_out, column0, base, ranks, scale, list_at, flags, count, z_row, rows = _expand_item(
-        item, i, blocks_ptr, blocks16_ptr, record_ptr, record64_ptr, block_cap, M0, M1, M2, FIRST_MODULE, BM, BN, GATHER
-    )
+    blocks = tl.load(head_ptr)
+    run = tl.minimum(tl.maximum((blocks * (T0 + T1 + T2) + stride - 1) // stride, 1), MAX_RUN)
+    runs0 = (T0 + run - 1) // run
+    runs1 = (T1 + run - 1) // run
+    runs2 = (T2 + run - 1) // run
+    runs = runs0 + runs1 + runs2
+    total = blocks * runs
+    if PDL:
+        if item >= total:
+            gdc_wait()
     while item < total:
-        if (ranks > 0) | (flags > 0):
-            mine = i < count
-            n = tile * BN + tl.arange(0, BN)
-            inside = n < d_out
-            live = rank < ranks
-            b_rows = _rank_rows(list_ptr, base, list_at, rank, d_out, live, ALIGNED)
-            b = tl.load(pool_ptr + b_rows[:, None] + n[None, :], mask=live[:, None] & inside[None, :], other=0.0)
-            if PDL:
-                gdc_wait()
-                gdc_launch_dependents()
-            keep = mine[:, None] & inside[None, :]
-            y_at = y_ptr + (rows * y_stride + column0)[:, None] + n[None, :]
-            y = tl.load(y_at, mask=keep, other=0.0)
-            z = _z_tile(z_ptr, z_row, i, rank, mine[:, None] & live[None, :], Z_SPLITS, SPLITS, TILE, BM)
+        block = item // runs
+        part = item % runs
+        second = (part >= runs0).to(tl.int32)
+        third = (part >= runs0 + runs1).to(tl.int32)
+        module = second + third
+        part = part - second * runs0 - third * runs1
+        d_out = tl.where(third == 1, M2, tl.where(second == 1, M1, M0))
+        tiles = tl.where(third == 1, T2, tl.where(second == 1, T1, T0))
+        column0 = second * M0 + third * M1
+        if ALIGNED:
+            d_out = tl.multiple_of(d_out, 16)
+            column0 = tl.multiple_of(column0, 16)
+        at = block * LAYER_MODULES + FIRST_MODULE + module
+        base = tl.load(record64_ptr + at * (EXPAND_WORDS // 2))
+        ranks = tl.load(record_ptr + at * EXPAND_WORDS + 2)
+        scale = tl.load(record_ptr + at * EXPAND_WORDS + 3).to(tl.float32, bitcast=True)
+        list_at = tl.load(record_ptr + at * EXPAND_WORDS + 4)
+        flags = tl.load(record_ptr + at * EXPAND_WORDS + 5)
+        count = tl.load(blocks_ptr + block * BLOCK_WORDS + 1)
+        row0 = tl.load(blocks_ptr + block * BLOCK_WORDS + 2)
+        z_row = tl.load(blocks_ptr + block * BLOCK_WORDS + BLOCK_FIRST_Z + FIRST_MODULE + module)
+        rows = _row_ids(blocks16_ptr + block * (BLOCK_WORDS * 2) + BLOCK_ROWS * 2, row0, i, i < BM, GATHER)
+        first = part * run
+        last = tl.minimum(first + run, tiles)
+        mine = (i < count) & ((ranks > 0) | (flags > 0))
+        n = first * BN + tl.arange(0, BN)
+        b = _b_tile(pool_ptr, list_ptr, base, list_at, 0, ranks, d_out, n, True, TILE, EVEN, ALIGNED)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        y_rows = y_ptr + (rows * y_stride + column0)[:, None]
+        y = tl.load(y_rows + n[None, :], mask=mine[:, None] if EVEN else mine[:, None] & (n < d_out)[None, :], other=0.0)
+        z0 = _z_tile(z_ptr, z_row, i, mine & (ranks > 0), Z_SPLITS, SPLITS, TILE, BM).to(b.dtype)
+        for tile in tl.range(first, last, num_stages=1):
+            more = tile + 1 < last
+            next_n = n + BN
+            next_b = _b_tile(pool_ptr, list_ptr, base, list_at, 0, ranks, d_out, next_n, more, TILE, EVEN, ALIGNED)
+            go = mine & more
+            next_y = tl.load(
+                y_rows + next_n[None, :], mask=go[:, None] if EVEN else go[:, None] & (next_n < d_out)[None, :], other=0.0
+            )
             if BM < 16:
                 acc = tl.zeros([BN, BM], dtype=tl.float32)
             else:
                 acc = tl.zeros([BM, BN], dtype=tl.float32)
+            acc = _add_product(acc, z0, b, BM, F32_DOT)
             for done in tl.range(TILE, ranks, TILE, num_stages=1):
-                live = rank < ranks - done
-                at_list = tl.where(list_at >= 0, list_at + done, -1)
-                more = _rank_rows(list_ptr, base + done * d_out, at_list, rank, d_out, live, ALIGNED)
-                more_at = pool_ptr + more[:, None] + n[None, :]
-                z_row += count
-                if AHEAD:
-                    next_b = tl.load(more_at, mask=live[:, None] & inside[None, :], other=0.0)
-                    next_z = _z_tile(z_ptr, z_row, i, rank, mine[:, None] & live[None, :], Z_SPLITS, SPLITS, TILE, BM)
-                    acc = _add_product(acc, z, b, BM, F32_DOT)
-                else:
-                    acc = _add_product(acc, z, b, BM, F32_DOT)
-                    next_b = tl.load(more_at, mask=live[:, None] & inside[None, :], other=0.0)
-                    next_z = _z_tile(z_ptr, z_row, i, rank, mine[:, None] & live[None, :], Z_SPLITS, SPLITS, TILE, BM)
-                b = next_b
-                z = next_z
-            acc = _add_product(acc, z, b, BM, F32_DOT)
+                b = _b_tile(pool_ptr, list_ptr, base, list_at, done, ranks, d_out, n, True, TILE, EVEN, ALIGNED)
+                z = _z_tile(z_ptr, z_row + done // TILE * count, i, mine, Z_SPLITS, SPLITS, TILE, BM)
+                acc = _add_product(acc, z.to(b.dtype), b, BM, F32_DOT)
             if BM < 16:
                 acc = tl.trans(acc)
             out = y.to(tl.float32) + acc * scale
             if VECTORS:
                 if flags > 0:
+                    inside = n < d_out
                     index = tl.load(record64_ptr + at * (EXPAND_WORDS // 2) + 3)
                     g_at = tl.load(vector_ptr + index * 2)
                     c_at = tl.load(vector_ptr + index * 2 + 1)
                     g = tl.load(pool32_ptr + g_at + n, mask=inside & ((flags & 1) != 0), other=1.0)
                     c = tl.load(pool32_ptr + c_at + n, mask=inside & ((flags & 2) != 0), other=0.0)
                     out = out * g[None, :] + c[None, :]
-            tl.store(y_at, out.to(y.dtype), mask=keep)
+            tl.store(
+                y_rows + n[None, :], out.to(y.dtype),
+                mask=mine[:, None] if EVEN else mine[:, None] & (n < d_out)[None, :],
+            )  # fmt: skip
+            b = next_b
+            y = next_y
+            n = next_n
         item += stride
-        at, tile, d_out, column0, base, ranks, scale, list_at, flags, count, z_row, rows = _expand_item(
-            item, i, blocks_ptr, blocks16_ptr, record_ptr, record64_ptr, block_cap, M0, M1, M2, FIRST_MODULE, BM, BN,
-            GATHER,
-        )
-    if PDL:
-        gdc_wait()

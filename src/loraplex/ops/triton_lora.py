@@ -45,7 +45,6 @@ class Tuning:
     block_rows: rows of a block. splits: most chunks of d_in; chunk_floor: fewest elements of a chunk. max_bk: elements
     loaded at once; a longer chunk is a loop with `stages` stages. bn: columns of an expand tile. *_warps, *_ctas: warps
     of a program, programs of the grid for each multiprocessor. pdl: programmatic dependent launch.
-    ahead: the expand asks for the next rank tile before it multiplies the current one.
     """
 
     block_rows: int
@@ -59,8 +58,8 @@ class Tuning:
     expand_ctas: int
     stages: int = 1
     pdl: bool = True
-    ahead: bool = True
     rank_tile: int = RANK_TILE
+    max_run: int = 8
     early_x: bool = False
 
 
@@ -118,7 +117,7 @@ def expand_constants(
     return {
         "M0": widths[0], "M1": widths[1], "M2": widths[2], "BM": tuning.block_rows, "BN": tuning.bn,
         "SPLITS": cut.splits, "Z_SPLITS": cut.z_splits, "VECTORS": True,
-        "AHEAD": tuning.ahead, "TILE": tuning.rank_tile, "num_warps": tuning.expand_warps,
+        "TILE": tuning.rank_tile, "MAX_RUN": tuning.max_run, "num_warps": tuning.expand_warps,
         **_common(phase, tuning, interpreted),
     }  # fmt: skip
 
