@@ -207,7 +207,9 @@ def shrink_kernel(
         list_at = tl.load(record_ptr + record * SHRINK_WORDS + 3)
         rows = _row_ids(meta16_ptr + record * (META_WORDS * 2) + META_ROWS * 2, row0, i, i < BM, GATHER)
     if PDL:
-        gdc_wait()
+        # One program that waits is enough to keep this kernel from ending before the one in front of it.
+        if tl.program_id(0) == 0:
+            gdc_wait()
 
 
 @triton.jit
@@ -267,7 +269,7 @@ def _b_tile(
 def expand_kernel(
     y_ptr, pool_ptr, pool32_ptr, z_ptr, head_ptr, blocks_ptr, blocks16_ptr, record_ptr, record64_ptr, list_ptr,
     vector_ptr, y_stride, block_cap,
-    M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, FIRST_MODULE: tl.constexpr,
+    M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, FIRST_MODULE: tl.constexpr, WIDE_AT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr,
     F32_DOT: tl.constexpr, PDL: tl.constexpr, VECTORS: tl.constexpr, TILE: tl.constexpr, MAX_RUN: tl.constexpr,
 ):  # fmt: skip
@@ -275,30 +277,36 @@ def expand_kernel(
 
     y [rows, M0 + M1 + M2]: outputs of up to three modules side by side (0: absent). Work item = block x run of column
     tiles of one module. Runs are as long as the grid stays full (at most MAX_RUN tiles), so that Z is added up once for
-    many columns where there is much to do, and spread over the device where there is little. Columns are independent:
-    the length of a run changes no result.
+    many columns where there is much to do, and spread over the device where there is little. The leading blocks with
+    more than one rank tile go tile by tile. Columns are independent: the length of a run changes no result.
     """
     T0: tl.constexpr = (M0 + BN - 1) // BN
     T1: tl.constexpr = (M1 + BN - 1) // BN
     T2: tl.constexpr = (M2 + BN - 1) // BN
+    TILES: tl.constexpr = T0 + T1 + T2
     ALIGNED: tl.constexpr = (M0 % 16 == 0) and (M1 % 16 == 0) and (M2 % 16 == 0)
     EVEN: tl.constexpr = (M0 % BN == 0) and (M1 % BN == 0) and (M2 % BN == 0)
     item = tl.program_id(0)
     stride = tl.num_programs(0)
     i = tl.arange(0, BM)
     blocks = tl.load(head_ptr)
-    run = tl.minimum(tl.maximum((blocks * (T0 + T1 + T2) + stride - 1) // stride, 1), MAX_RUN)
-    runs0 = (T0 + run - 1) // run
-    runs1 = (T1 + run - 1) // run
-    runs2 = (T2 + run - 1) // run
-    runs = runs0 + runs1 + runs2
-    total = blocks * runs
+    wide = tl.minimum(tl.load(head_ptr + WIDE_AT), blocks)
+    narrow_tiles = (blocks - wide) * TILES
+    run = tl.minimum(tl.maximum((narrow_tiles + stride - 1) // stride, 1), MAX_RUN)
+    total = wide * TILES + (blocks - wide) * (tl.cdiv(T0, run) + tl.cdiv(T1, run) + tl.cdiv(T2, run))
     if PDL:
-        if item >= total:
+        # Idle programs leave at once; one that waits keeps this kernel from ending before the one in front of it.
+        if (item == 0) & (total == 0):
             gdc_wait()
     while item < total:
-        block = item // runs
-        part = item % runs
+        is_wide = item < wide * TILES
+        length = tl.where(is_wide, 1, run)
+        runs0 = tl.cdiv(T0, length)
+        runs1 = tl.cdiv(T1, length)
+        runs = runs0 + runs1 + tl.cdiv(T2, length)
+        local = tl.where(is_wide, item, item - wide * TILES)
+        block = local // runs + tl.where(is_wide, 0, wide)
+        part = local % runs
         second = (part >= runs0).to(tl.int32)
         third = (part >= runs0 + runs1).to(tl.int32)
         module = second + third
@@ -319,8 +327,8 @@ def expand_kernel(
         row0 = tl.load(blocks_ptr + block * BLOCK_WORDS + 2)
         z_row = tl.load(blocks_ptr + block * BLOCK_WORDS + BLOCK_FIRST_Z + FIRST_MODULE + module)
         rows = _row_ids(blocks16_ptr + block * (BLOCK_WORDS * 2) + BLOCK_ROWS * 2, row0, i, i < BM, GATHER)
-        first = part * run
-        last = tl.minimum(first + run, tiles)
+        first = part * length
+        last = tl.minimum(first + length, tiles)
         mine = (i < count) & ((ranks > 0) | (flags > 0))
         n = first * BN + tl.arange(0, BN)
         b = _b_tile(pool_ptr, list_ptr, base, list_at, 0, ranks, d_out, n, True, TILE, EVEN, ALIGNED)
@@ -331,13 +339,12 @@ def expand_kernel(
         y = tl.load(y_rows + n[None, :], mask=mine[:, None] if EVEN else mine[:, None] & (n < d_out)[None, :], other=0.0)
         z0 = _z_tile(z_ptr, z_row, i, mine & (ranks > 0), Z_SPLITS, SPLITS, TILE, BM).to(b.dtype)
         for tile in tl.range(first, last, num_stages=1):
-            more = tile + 1 < last
             next_n = n + BN
-            next_b = _b_tile(pool_ptr, list_ptr, base, list_at, 0, ranks, d_out, next_n, more, TILE, EVEN, ALIGNED)
-            go = mine & more
-            next_y = tl.load(
-                y_rows + next_n[None, :], mask=go[:, None] if EVEN else go[:, None] & (next_n < d_out)[None, :], other=0.0
-            )
+            if MAX_RUN > 1:
+                go = tile + 1 < last
+                next_b = _b_tile(pool_ptr, list_ptr, base, list_at, 0, ranks, d_out, next_n, go, TILE, EVEN, ALIGNED)
+                keep = (mine & go)[:, None] if EVEN else (mine & go)[:, None] & (next_n < d_out)[None, :]
+                next_y = tl.load(y_rows + next_n[None, :], mask=keep, other=0.0)
             if BM < 16:
                 acc = tl.zeros([BN, BM], dtype=tl.float32)
             else:
@@ -363,7 +370,8 @@ def expand_kernel(
                 y_rows + n[None, :], out.to(y.dtype),
                 mask=mine[:, None] if EVEN else mine[:, None] & (n < d_out)[None, :],
             )  # fmt: skip
-            b = next_b
-            y = next_y
+            if MAX_RUN > 1:
+                b = next_b
+                y = next_y
             n = next_n
         item += stride

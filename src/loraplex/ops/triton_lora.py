@@ -25,6 +25,8 @@ from loraplex.ops.factor_table import FactorTable
 from loraplex.ops.worklist import (
     BLOCK_WORDS,
     GROUPS,
+    HEAD_RECORDS,
+    HEAD_WIDE,
     HEAD_WORDS,
     RANK_TILE,
     Capacity,
@@ -64,11 +66,13 @@ class Tuning:
 
 
 DECODE: Final = Tuning(
-    block_rows=8, splits=16, chunk_floor=64, max_bk=1024, bn=256, shrink_warps=4, expand_warps=4, shrink_ctas=8, expand_ctas=8
-)
+    block_rows=4, splits=16, chunk_floor=64, max_bk=256, bn=128, shrink_warps=1, expand_warps=1, shrink_ctas=16,
+    expand_ctas=8, stages=3,
+)  # fmt: skip
 PREFILL: Final = Tuning(
-    block_rows=64, splits=4, chunk_floor=128, max_bk=128, bn=128, shrink_warps=4, expand_warps=4, shrink_ctas=3, expand_ctas=6, stages=4
-)
+    block_rows=64, splits=2, chunk_floor=128, max_bk=128, bn=128, shrink_warps=4, expand_warps=8, shrink_ctas=3,
+    expand_ctas=8, stages=4, rank_tile=32, max_run=1,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +222,7 @@ class LoraStep:
         records = self.shrink_records[layer, start : start + cap]
         kernels.shrink_kernel[(self.multiprocessors * self.tuning.shrink_ctas,)](
             x, self.pool, self.z, self.head, meta, meta.view(torch.int16), records, records.view(torch.int64),
-            self.table.row_list, x.stride(0), cap, COUNT_AT=1 + group,
+            self.table.row_list, x.stride(0), cap, COUNT_AT=HEAD_RECORDS + group,
             **shrink_constants(self.table.d_in, group, cut, self.phase, self.tuning, self.interpreted),
         )  # fmt: skip
 
@@ -230,7 +234,7 @@ class LoraStep:
         kernels.expand_kernel[(self.multiprocessors * self.tuning.expand_ctas,)](
             y, self.pool, self.pool32, self.z, self.head, self.blocks, self.blocks.view(torch.int16), records,
             records.view(torch.int64), self.table.row_list, self.table.vectors, y.stride(0), self.room.blocks,
-            FIRST_MODULE=first,
+            FIRST_MODULE=first, WIDE_AT=HEAD_WIDE + group,
             **expand_constants(
                 self.table.d_out, group, self._chunks[group], self.phase, self.tuning, self.interpreted
             ),
@@ -285,11 +289,11 @@ def compile_plan(
         cut = chunks(d_in[first], tuning)
         add(
             kernels.shrink_kernel,
-            {"COUNT_AT": 1 + group, **shrink_constants(d_in, group, cut, phase, tuning, interpreted=False)},
+            {"COUNT_AT": HEAD_RECORDS + group, **shrink_constants(d_in, group, cut, phase, tuning, interpreted=False)},
         )
         add(
             kernels.expand_kernel,
-            {"FIRST_MODULE": first, **expand_constants(d_out, group, cut, phase, tuning, interpreted=False)},
+            {"FIRST_MODULE": first, "WIDE_AT": HEAD_WIDE + group, **expand_constants(d_out, group, cut, phase, tuning, interpreted=False)},
         )
     return list(chosen.values())
 
