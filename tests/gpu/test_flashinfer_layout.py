@@ -237,7 +237,9 @@ def test_append_writes_its_rows_and_nothing_else(flat, page_tokens) -> None:
     entry = (position.long() % page_tokens).to(DEVICE)
     for side, new in zip(pool.layer(5), (key, value), strict=True):
         assert torch.equal(side[page, entry], new)
-        side[page, entry] = torch.full_like(new, float("nan")).view(torch.int16).fill_(-1).view(torch.bfloat16)
+        side[page, entry] = (
+            torch.full_like(new, float("nan")).view(torch.int16).fill_(-1).view(torch.bfloat16)
+        )
     assert torch.equal(before, pool.flat[:: 4096 + 1])
     assert int((pool.flat.view(torch.int64) != -1).sum()) == 0
 

@@ -49,7 +49,11 @@ def test_every_configuration_compiles_for_hopper(tmp_path) -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(SHAPES)], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", PROGRAM, json.dumps(SHAPES)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     built = json.loads(run.stdout.splitlines()[-1])

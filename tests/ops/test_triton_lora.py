@@ -40,7 +40,9 @@ PAGE = 1024
 class World:
     """A poisoned pool with adapters in it, and the same factors in float64."""
 
-    def __init__(self, ranks: dict[int, int], dtype=torch.float32, seed: int = 0, split: bool = False, vectors=False):
+    def __init__(
+        self, ranks: dict[int, int], dtype=torch.float32, seed: int = 0, split: bool = False, vectors=False
+    ):
         self.dtype = dtype
         self.rng = np.random.default_rng(seed)
         self.pool = torch.full((1 << 21,), 0xFF, dtype=torch.uint8)
@@ -115,9 +117,26 @@ def make_work(owners: list[int], doff: int, table: FactorTable, step: LoraStep) 
     return worklist.build(rows, offsets, slots.astype(np.int32), doff, table.max_ranks, step.room)
 
 
-def run(world: World, owners: list[int], phase: Phase, doff: int, tuning: Tuning, groups=range(4), layers=range(LAYERS)):
+def run(
+    world: World,
+    owners: list[int],
+    phase: Phase,
+    doff: int,
+    tuning: Tuning,
+    groups=range(4),
+    layers=range(LAYERS),
+):
     """Every (layer, group): (relative error, whether rows outside the phase kept their bits)."""
-    step = LoraStep(world.table, world.pool, world.dtype, phase, rows=len(owners), runs=len(owners), max_rank=64, tuning=tuning)
+    step = LoraStep(
+        world.table,
+        world.pool,
+        world.dtype,
+        phase,
+        rows=len(owners),
+        runs=len(owners),
+        max_rank=64,
+        tuning=tuning,
+    )
     step.prepare(world.work(owners, doff, step))
     mine = [r for r, o in enumerate(owners) if o and ((r >= doff) == (phase is Phase.DECODE))]
     others = [r for r in range(len(owners)) if r not in mine]
@@ -165,7 +184,9 @@ def test_phases_together_cover_a_mixed_batch() -> None:
     x, y = torch.randn(8, D_IN[0]).to(DEVICE), torch.randn(8, sum(D_OUT[:3])).to(DEVICE)
     want = world.reference(y, x, owners, 0, 0, range(8))
     for phase in Phase:
-        step = LoraStep(world.table, world.pool, world.dtype, phase, rows=8, runs=8, max_rank=16, tuning=SMALL)
+        step = LoraStep(
+            world.table, world.pool, world.dtype, phase, rows=8, runs=8, max_rank=16, tuning=SMALL
+        )
         step.prepare(world.work(owners, 5, step))
         shrink_expand(y, x, step, 0, 0)
     assert float((y.double().cpu() - want).norm() / want.norm()) < 1e-6
@@ -192,7 +213,9 @@ def test_a_row_does_not_depend_on_the_other_rows() -> None:
     y = torch.randn(40, sum(D_OUT[:3])).half().to(DEVICE)
 
     def of(rows: list[int], owners: list[int]) -> torch.Tensor:
-        step = LoraStep(world.table, world.pool, world.dtype, Phase.DECODE, rows=40, max_rank=64, tuning=SMALL)
+        step = LoraStep(
+            world.table, world.pool, world.dtype, Phase.DECODE, rows=40, max_rank=64, tuning=SMALL
+        )
         step.prepare(world.work(owners, 0, step))
         out = y[rows].clone()
         shrink_expand(out, x[rows].contiguous(), step, 1, 0)

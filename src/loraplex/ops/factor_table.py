@@ -16,15 +16,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import LAYER_MODULES
-from loraplex.core.layout import EXTENT_ALIGN_BYTES, VECTOR_ITEMSIZE, Factor
+from loraplex.core.layout import EXTENT_ALIGN_BYTES, VECTOR_ITEMSIZE
 from loraplex.core.limits import MAX_RANK
-
-I64 = npt.NDArray[np.int64]
 
 MODULES: Final = len(LAYER_MODULES)
 HAS_G: Final = 1
@@ -64,7 +61,8 @@ class FactorTable:
     ) -> None:  # fmt: skip
         if len(d_in) != MODULES or len(d_out) != MODULES:
             raise InternalFault(
-                ErrorCode.OPERATOR_LAYOUT, f"dimensions of {MODULES} modules expected, got {len(d_in)} and {len(d_out)}"
+                ErrorCode.OPERATOR_LAYOUT,
+                f"dimensions of {MODULES} modules expected, got {len(d_in)} and {len(d_out)}",
             )
         self.slots, self.layers, self.itemsize, self.device = slots, layers, itemsize, device
         self.d_in, self.d_out = tuple(d_in), tuple(d_out)
@@ -86,10 +84,15 @@ class FactorTable:
         self._check_slot(slot)
         shape = (self.layers, MODULES)
         addresses, vectors = np.zeros((*shape, 2), np.int64), np.zeros((*shape, 2), np.int64)
-        ranks, flags, scales = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        ranks, flags, scales = (
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.float32),
+        )
         listed: list[int] = []
+        seen: set[tuple[int, int]] = set()
         for entry in modules:
-            self._check_entry(entry, ranks)
+            self._check_entry(entry, seen)
             at = (entry.layer, entry.module)
             ranks[at], scales[at] = entry.rank, entry.scale
             sides = ((entry.a, self.d_in[entry.module]), (entry.b, self.d_out[entry.module]))
@@ -128,7 +131,8 @@ class FactorTable:
         for offset, rank_lo, rank_n in extents:
             if rank_lo != at or rank_n < 1 or offset % EXTENT_ALIGN_BYTES or offset < 0:
                 raise self._refuse(
-                    entry, f"extent at byte {offset} with ranks {rank_lo}+{rank_n}: expected rank {at}, 16-byte start"
+                    entry,
+                    f"extent at byte {offset} with ranks {rank_lo}+{rank_n}: expected rank {at}, 16-byte start",
                 )
             at += rank_n
         if at != entry.rank:
@@ -140,7 +144,9 @@ class FactorTable:
         ):
             return extents[0][0] // self.itemsize
         if row_bytes % EXTENT_ALIGN_BYTES:
-            raise self._refuse(entry, f"split over pages with rows of {row_bytes} bytes, not a multiple of 16")
+            raise self._refuse(
+                entry, f"split over pages with rows of {row_bytes} bytes, not a multiple of 16"
+            )
         first = len(listed)
         for offset, _, rank_n in extents:
             listed.extend(offset // self.itemsize + row * width for row in range(rank_n))
@@ -157,11 +163,12 @@ class FactorTable:
             f"slot {slot} needs {rows} addresses of split factor rows, there is no such room among {self.row_list.numel()}",
         )
 
-    def _check_entry(self, entry: ModuleFactors, ranks: npt.NDArray[np.int32]) -> None:
+    def _check_entry(self, entry: ModuleFactors, seen: set[tuple[int, int]]) -> None:
         if not (0 <= entry.layer < self.layers and 0 <= entry.module < MODULES):
             raise self._refuse(entry, f"there are {self.layers} layers and {MODULES} modules")
-        if ranks[entry.layer, entry.module]:
+        if (entry.layer, entry.module) in seen:
             raise self._refuse(entry, "named twice")
+        seen.add((entry.layer, entry.module))
         if not 0 <= entry.rank <= MAX_RANK:
             raise InternalFault(
                 ErrorCode.OPERATOR_RANK_UNSUPPORTED, f"rank must be 0 to {MAX_RANK}, got {entry.rank}"
@@ -172,9 +179,12 @@ class FactorTable:
 
     def _check_slot(self, slot: int) -> None:
         if not 0 < slot < self.slots:
-            raise InternalFault(ErrorCode.OPERATOR_LAYOUT, f"adapter slots run from 1 to {self.slots - 1}, got {slot}")
+            raise InternalFault(
+                ErrorCode.OPERATOR_LAYOUT, f"adapter slots run from 1 to {self.slots - 1}, got {slot}"
+            )
 
     def _refuse(self, entry: ModuleFactors, why: str) -> InternalFault:
         return InternalFault(
-            ErrorCode.OPERATOR_LAYOUT, f"factor table refused layer {entry.layer} module {entry.module}: {why}"
+            ErrorCode.OPERATOR_LAYOUT,
+            f"factor table refused layer {entry.layer} module {entry.module}: {why}",
         )

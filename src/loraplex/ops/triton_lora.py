@@ -42,11 +42,12 @@ MODULES: Final = 7
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How one phase runs. Results are bitwise functions of `splits`, `chunk_floor` and `max_bk`, not of the rest.
+    """How one phase runs. Results are bitwise functions of `splits`, `chunk_floor`, `max_bk` and `rank_tile`, not of the rest.
 
     block_rows: rows of a block. splits: most chunks of d_in; chunk_floor: fewest elements of a chunk. max_bk: elements
     loaded at once; a longer chunk is a loop with `stages` stages. bn: columns of an expand tile. *_warps, *_ctas: warps
-    of a program, programs of the grid for each multiprocessor. pdl: programmatic dependent launch.
+    of a program, programs of the grid for each multiprocessor. pdl: programmatic dependent launch. rank_tile: ranks of a
+    record. max_run: most column tiles of one expand program.
     """
 
     block_rows: int
@@ -62,7 +63,6 @@ class Tuning:
     pdl: bool = True
     rank_tile: int = RANK_TILE
     max_run: int = 8
-    early_x: bool = False
 
 
 DECODE: Final = Tuning(
@@ -70,8 +70,8 @@ DECODE: Final = Tuning(
     expand_ctas=8, stages=3,
 )  # fmt: skip
 PREFILL: Final = Tuning(
-    block_rows=64, splits=2, chunk_floor=128, max_bk=128, bn=128, shrink_warps=4, expand_warps=8, shrink_ctas=3,
-    expand_ctas=8, stages=4, rank_tile=32, max_run=1,
+    block_rows=32, splits=2, chunk_floor=128, max_bk=128, bn=128, shrink_warps=4, expand_warps=4, shrink_ctas=3,
+    expand_ctas=16, stages=4, rank_tile=32, max_run=1,
 )  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def shrink_constants(
     return {
         "D_IN": d_in[GROUPS[group][0]], "BM": tuning.block_rows, "BK": cut.bk, "STEPS": cut.steps,
         "SPLITS": cut.splits, "Z_SPLITS": cut.z_splits, "STAGES": tuning.stages,
-        "TILE": tuning.rank_tile, "EARLY_X": tuning.early_x, "num_warps": tuning.shrink_warps,
+        "TILE": tuning.rank_tile, "num_warps": tuning.shrink_warps,
         **_common(phase, tuning, interpreted),
     }  # fmt: skip
 
@@ -133,7 +133,19 @@ def capacity(phase: Phase, rows: int, runs: int, max_rank: int, tuning: Tuning) 
     records = [(last - first) * tiles * blocks for first, last in GROUPS]
     widest = max(last - first for first, last in GROUPS)
     return Capacity(
-        phase, tuning.block_rows, tuning.rank_tile, blocks, (records[0], records[1], records[2], records[3]), widest * tiles * rows
+        phase,
+        tuning.block_rows,
+        tuning.rank_tile,
+        blocks,
+        (records[0], records[1], records[2], records[3]),
+        widest * tiles * rows,
+    )
+
+
+def module_bases(records: Sequence[int]) -> tuple[int, ...]:
+    """Where each module's group begins in the record lists; records: room of each group."""
+    return tuple(
+        sum(records[:group]) for group, (first, last) in enumerate(GROUPS) for _ in range(first, last)
     )
 
 
@@ -154,7 +166,8 @@ class LoraStep:
         flat = pool.view(-1)
         if pool.dtype is not torch.uint8 or table.itemsize != dtype.itemsize or flat.numel() % 4:
             raise InternalFault(
-                ErrorCode.OPERATOR_LAYOUT, f"a uint8 pool of whole {dtype} elements expected, got {pool.dtype}"
+                ErrorCode.OPERATOR_LAYOUT,
+                f"a uint8 pool of whole {dtype} elements expected, got {pool.dtype}",
             )
         self.room = capacity(phase, rows, runs, max_rank, self.tuning)
         self.pool, self.pool32 = flat.view(dtype), flat.view(torch.float32)
@@ -178,7 +191,9 @@ class LoraStep:
         self.expand_records = ints(layers, blocks * MODULES, EXPAND_WORDS)
         self.starts = [sum(self.room.records[:group]) for group in range(len(GROUPS))]
         z_splits = max(chunks(d_in, self.tuning).z_splits for d_in in self.table.d_in)
-        self.z = torch.zeros(self.room.z_rows * z_splits * self.tuning.rank_tile, dtype=torch.float32, device=device)
+        self.z = torch.zeros(
+            self.room.z_rows * z_splits * self.tuning.rank_tile, dtype=torch.float32, device=device
+        )
 
     @property
     def scratch_bytes(self) -> int:
@@ -204,8 +219,8 @@ class LoraStep:
         kernels.records_kernel[grid](
             self.head, self.blocks, table.addresses, table.ranks, table.scales.view(torch.int32), table.flags,
             table.max_ranks_device, self.meta, self.shrink_records, self.shrink_records.view(torch.int64), self.expand_records,
-            self.expand_records.view(torch.int64), table.layers, self.room.blocks, self.records, *table.d_in,
-            *self.starts, TILE=self.tuning.rank_tile, MAX_TILES=MAX_RANK // self.tuning.rank_tile, num_warps=1,
+            self.expand_records.view(torch.int64), table.layers, self.room.blocks, self.records,
+            D_IN=table.d_in, BASES=module_bases(self.room.records), TILE=self.tuning.rank_tile, MAX_TILES=MAX_RANK // self.tuning.rank_tile, num_warps=1,
         )  # fmt: skip
 
     def prepare(self, work: WorkList) -> None:
@@ -233,7 +248,7 @@ class LoraStep:
         records = self.expand_records[layer]
         kernels.expand_kernel[(self.multiprocessors * self.tuning.expand_ctas,)](
             y, self.pool, self.pool32, self.z, self.head, self.blocks, self.blocks.view(torch.int16), records,
-            records.view(torch.int64), self.table.row_list, self.table.vectors, y.stride(0), self.room.blocks,
+            records.view(torch.int64), self.table.row_list, self.table.vectors, y.stride(0),
             FIRST_MODULE=first, WIDE_AT=HEAD_WIDE + group,
             **expand_constants(
                 self.table.d_out, group, self._chunks[group], self.phase, self.tuning, self.interpreted
@@ -241,14 +256,21 @@ class LoraStep:
         )  # fmt: skip
 
     def _check(self, tensor: torch.Tensor, width: int, layer: int) -> None:
-        if tensor.dtype is not self.dtype or tensor.dim() != 2 or tensor.shape[1] != width or tensor.stride(1) != 1:
+        if (
+            tensor.dtype is not self.dtype
+            or tensor.dim() != 2
+            or tensor.shape[1] != width
+            or tensor.stride(1) != 1
+        ):
             raise InternalFault(
                 ErrorCode.OPERATOR_LAYOUT,
                 f"a {self.dtype} matrix of {width} columns with unit stride expected, got {tensor.dtype} "
                 f"{tuple(tensor.shape)} with strides {tensor.stride()}",
             )
         if not 0 <= layer < self.table.layers:
-            raise InternalFault(ErrorCode.OPERATOR_LAYOUT, f"layer must be 0 to {self.table.layers - 1}, got {layer}")
+            raise InternalFault(
+                ErrorCode.OPERATOR_LAYOUT, f"layer must be 0 to {self.table.layers - 1}, got {layer}"
+            )
 
 
 def shrink_expand(y: torch.Tensor, x: torch.Tensor, step: LoraStep, layer: int, group: int) -> None:
@@ -267,33 +289,50 @@ _ELEMENTS: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32
 
 def compile_plan(
     d_in: Sequence[int], d_out: Sequence[int], phase: Phase, dtype: torch.dtype, tuning: Tuning | None = None
-) -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
+) -> list[tuple[Any, dict[str, str], dict[Any, Any], dict[str, Any]]]:
     """(kernel, signature, constexprs, options) of every kernel that a model's shapes need, for compiling ahead."""
     tuning = tuning or (DECODE if phase is Phase.DECODE else PREFILL)
-    chosen: dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]] = {}
+    chosen: dict[str, tuple[Any, dict[str, str], dict[Any, Any], dict[str, Any]]] = {}
 
     def add(kernel: Any, values: dict[str, Any]) -> None:
-        options = {name: values.pop(name) for name in ("num_warps", "launch_pdl") if name in values}
-        signature = {
+        options: dict[str, Any] = {
+            name: values.pop(name) for name in ("num_warps", "launch_pdl") if name in values
+        }
+        signature: dict[str, str] = {
             name: "constexpr" if name in values
             else ("*" + _POINTERS.get(name, "i32").replace("t", _ELEMENTS[dtype]) if name.endswith("_ptr") else "i32")
             for name in kernel.arg_names
         }  # fmt: skip
-        constants = {(kernel.arg_names.index(name),): value for name, value in values.items()}
+        constants: dict[Any, Any] = {(kernel.arg_names.index(name),): value for name, value in values.items()}
         chosen[f"{kernel.__name__}{sorted(values.items())}"] = (kernel, signature, constants, options)
 
-    bases = {f"BASE{group}": 16 * group for group in range(len(GROUPS))}
-    widths = {f"D{module}": d_in[module] for module in range(MODULES)}
-    add(kernels.records_kernel, {**widths, **bases, "TILE": tuning.rank_tile, "MAX_TILES": MAX_RANK // tuning.rank_tile, "num_warps": 1})
+    bases = module_bases(capacity(phase, 64, 8, MAX_RANK, tuning).records)
+    add(
+        kernels.records_kernel,
+        {
+            "D_IN": tuple(d_in),
+            "BASES": bases,
+            "TILE": tuning.rank_tile,
+            "MAX_TILES": MAX_RANK // tuning.rank_tile,
+            "num_warps": 1,
+        },
+    )
     for group, (first, _) in enumerate(GROUPS):
         cut = chunks(d_in[first], tuning)
         add(
             kernels.shrink_kernel,
-            {"COUNT_AT": HEAD_RECORDS + group, **shrink_constants(d_in, group, cut, phase, tuning, interpreted=False)},
+            {
+                "COUNT_AT": HEAD_RECORDS + group,
+                **shrink_constants(d_in, group, cut, phase, tuning, interpreted=False),
+            },
         )
         add(
             kernels.expand_kernel,
-            {"FIRST_MODULE": first, "WIDE_AT": HEAD_WIDE + group, **expand_constants(d_out, group, cut, phase, tuning, interpreted=False)},
+            {
+                "FIRST_MODULE": first,
+                "WIDE_AT": HEAD_WIDE + group,
+                **expand_constants(d_out, group, cut, phase, tuning, interpreted=False),
+            },
         )
     return list(chosen.values())
 
@@ -305,5 +344,6 @@ def group_index(modules: Sequence[int]) -> int:
         if wanted == tuple(range(first, last)):
             return index
     raise InternalFault(
-        ErrorCode.OPERATOR_PLAN_UNSUPPORTED, f"modules {list(wanted)} are not one of the fused groups {GROUPS}"
+        ErrorCode.OPERATOR_PLAN_UNSUPPORTED,
+        f"modules {list(wanted)} are not one of the fused groups {GROUPS}",
     )

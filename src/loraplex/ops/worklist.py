@@ -76,7 +76,9 @@ def _refuse(code: ErrorCode, message: str) -> InternalFault:
     return InternalFault(code, f"adapter work list refused: {message}")
 
 
-def split_rows(rows: I32, offsets: I32, slots: I32, doff: int, phase: Phase, block_rows: int) -> tuple[I32, I32, I32]:
+def split_rows(
+    rows: I32, offsets: I32, slots: I32, doff: int, phase: Phase, block_rows: int
+) -> tuple[I32, I32, I32]:
     """Cut grouped rows into blocks: (slot [B], first index into the kept rows [B + 1], kept rows [N]).
 
     rows, offsets, slots: the plan's `group_rows`, `group_offsets`, `group_adapters`. Decode blocks are runs of up to
@@ -100,9 +102,7 @@ def split_rows(rows: I32, offsets: I32, slots: I32, doff: int, phase: Phase, blo
     return owner[first].astype(np.int32), bounds, rows
 
 
-def build(
-    rows: I32, offsets: I32, slots: I32, doff: int, max_ranks: I32, room: Capacity
-) -> WorkList:
+def build(rows: I32, offsets: I32, slots: I32, doff: int, max_ranks: I32, room: Capacity) -> WorkList:
     """The work list of one phase of a plan.
 
     rows, offsets, slots, doff: the plan's adapter groups. max_ranks: int32 [slots, 7], the largest rank of a module
@@ -111,7 +111,9 @@ def build(
     """
     owner, bounds, kept = split_rows(rows, offsets, slots, doff, room.phase, room.block_rows)
     if owner.size and (owner.min() < 1 or owner.max() >= len(max_ranks)):
-        raise _refuse(ErrorCode.PLAN_GROUPS, f"adapter slots must be 1 to {len(max_ranks) - 1}, got {owner.tolist()}")
+        raise _refuse(
+            ErrorCode.PLAN_GROUPS, f"adapter slots must be 1 to {len(max_ranks) - 1}, got {owner.tolist()}"
+        )
     if kept.size and (kept.min() < 0 or (room.phase is Phase.DECODE and kept.max() > MAX_LISTED_ROW)):
         raise _refuse(ErrorCode.PLAN_GROUPS, f"rows must be 0 to {MAX_LISTED_ROW}, got {int(kept.max())}")
     count = np.diff(bounds)
@@ -139,7 +141,11 @@ def build(
         many = np.flatnonzero((group > 1).any(axis=1))
         wide.append(int(many[-1]) + 1 if many.size else 0)
         z_rows = max(z_rows, int(z_used[-1]) if used.size else 0)
-    if owner.size > room.blocks or any(n > cap for n, cap in zip(records, room.records, strict=True)) or z_rows > room.z_rows:
+    if (
+        owner.size > room.blocks
+        or any(n > cap for n, cap in zip(records, room.records, strict=True))
+        or z_rows > room.z_rows
+    ):
         raise _refuse(
             ErrorCode.OPERATOR_PLAN_UNSUPPORTED,
             f"{owner.size} blocks, {records} records and {z_rows} rows of Z, there is room for {room.blocks}, "
@@ -157,4 +163,4 @@ def build(
     )
 
 
-assert len(LAYER_MODULES) == GROUPS[-1][1]  # noqa: S101 - the groups cover the layer's modules
+assert len(LAYER_MODULES) == GROUPS[-1][1], "the groups cover the layer's modules"
