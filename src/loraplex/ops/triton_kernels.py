@@ -16,7 +16,7 @@ DESIGN 4 "Operators".
 """
 # mypy: ignore-errors
 # Kernels take one argument for each buffer, and Triton wants compile-time conditions apart from run-time ones.
-# ruff: noqa: PLR0913, PLR0917, SIM102, SIM108
+# ruff: noqa: PLR0913, PLR0917, SIM102
 
 from __future__ import annotations
 
