@@ -5,7 +5,7 @@ PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8000
 ARGS ?=
-BENCH ?= ops decode load prefix trace step
+BENCH ?= decode
 
 BIN := .venv/bin
 RUNTIME := .venv/.stamp-runtime
@@ -35,7 +35,7 @@ setup: $(RUNTIME)
 setup-dev: $(DEV)
 
 serve: $(RUNTIME)
-	$(BIN)/loraplex serve --demo --host $(HOST) --port $(PORT) $(ARGS)
+	$(BIN)/loraplex serve --demo --adapter-dir demo/adapters --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(DEV)
 	$(PYTEST) -m "not gpu and not long" $(ARGS)

@@ -20,6 +20,7 @@ PURE = ("core", "identity", "engine", "schedule", "memory")
 
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 80
+MAX_KERNEL_LINES = 100  # a device kernel takes one argument a line and cannot be split freely
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b")
 VAGUE_NAME = re.compile(r"(^|_)(utils?|helpers?)$")
 
@@ -51,8 +52,9 @@ def long_functions(source: str) -> list[str]:
     found = []
     for node in functions(ast.parse(source)):
         count = (node.end_lineno or node.lineno) - node.lineno + 1
-        if count >= MAX_FUNCTION_LINES:
-            found.append(f"line {node.lineno}: {node.name} has {count} lines, limit {MAX_FUNCTION_LINES}")
+        limit = MAX_KERNEL_LINES if node.name.endswith("_kernel") else MAX_FUNCTION_LINES
+        if count >= limit:
+            found.append(f"line {node.lineno}: {node.name} has {count} lines, limit {limit}")
     return found
 
 

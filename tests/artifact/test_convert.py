@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.artifact.tiny import lora_tensors, tiny_base, write_lora
 
-from loraplex.artifact.convert import module_shapes, to_image
+from loraplex.artifact.convert import to_image
 from loraplex.artifact.load import load_adapter
 from loraplex.artifact.record import Artifact, Role
+from loraplex.artifact.shards import module_shapes
 from loraplex.artifact.tensors import Array, Dtype, convert, to_float32
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.layout import AdapterImage, Factor, Geometry, PageGeometry, page_checksum, page_demand
-from tests.artifact.tiny import lora_tensors, tiny_base, write_lora
 
 BASE = "ab" * 32
 
@@ -104,3 +105,40 @@ def test_every_extent_is_aligned(tmp_path: Path) -> None:
     image = to_image(loaded(tmp_path), geometry(Dtype.BFLOAT16, 400), Dtype.BFLOAT16, BASE)
     assert not (image.extents[:, 8] % 16).any()
     assert to_float32(image.extents[:1, :1].astype(np.uint16), Dtype.BFLOAT16).dtype == np.float32
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shards_together_hold_each_factor(tmp_path: Path, ranks: int) -> None:
+    folder = write_lora(tmp_path, target_modules=["q_proj", "v_proj"])
+    artifact = load_adapter(folder, tiny_base())
+    images = [
+        to_image(artifact, geometry(Dtype.FLOAT32), Dtype.FLOAT32, BASE, shard=(rank, ranks))
+        for rank in range(ranks)
+    ]
+    for module in artifact.modules:
+        a, b = module.tensors[Role.A], module.tensors[Role.B]
+        where = (module.layer, int(module.module))
+        local = (module.rank, module.d_out // ranks)
+        parts = [read_back(i, *where, Factor.B, local, Dtype.FLOAT32) for i in images]
+        np.testing.assert_array_equal(np.concatenate(parts, axis=1).T, b.data)
+        for image in images:
+            whole = (module.rank, module.d_in)
+            np.testing.assert_array_equal(read_back(image, *where, Factor.A, whole, Dtype.FLOAT32), a.data)
+    assert len({image.kernel_digest for image in images}) == ranks
+    assert len({image.key for image in images}) == 1
+
+
+def test_what_cannot_be_sharded_is_refused(tmp_path: Path) -> None:
+    uneven = load_adapter(write_lora(tmp_path / "a"), tiny_base())
+    biased = write_lora(tmp_path / "b", target_modules=["q_proj"], lora_bias=True)
+    stem = "base_model.model.model.layers.{}.self_attn.q_proj.lora_B.bias"
+    keep = {name: value for name, value in lora_tensors().items() if "q_proj" in name}
+    save_file(
+        keep | {stem.format(i): torch.zeros(32) for i in range(3)}, biased / "adapter_model.safetensors"
+    )
+    vectors = load_adapter(biased, tiny_base())
+    for artifact, ranks, words in ((uneven, 3, "do not divide"), (vectors, 2, "cannot be sharded")):
+        with pytest.raises(CallerError) as caught:
+            to_image(artifact, geometry(Dtype.FLOAT32), Dtype.FLOAT32, BASE, shard=(0, ranks))
+        assert caught.value.code is ErrorCode.ADAPTER_UNSUPPORTED
+        assert words in caught.value.message

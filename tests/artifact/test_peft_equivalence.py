@@ -10,13 +10,13 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
+from tests.artifact.tiny import TinyTensors, save_adapter, tiny_base
 
 from loraplex.artifact.load import load_adapter
 from loraplex.artifact.record import AdaptedModule, Artifact, Method, Role
 from loraplex.artifact.vectors import vectors_of
 from loraplex.core.ids import Module
 from loraplex.core.layout import Factor
-from tests.artifact.tiny import TinyTensors, save_adapter, tiny_base
 
 QV = ["q_proj", "v_proj"]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

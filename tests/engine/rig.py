@@ -19,20 +19,20 @@ VOCAB = 997
 
 
 def sampling(**changes: Any) -> EngineSampling:
-    fields: dict[str, Any] = dict(
-        max_tokens=8, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0,
-        presence_penalty=0.0, frequency_penalty=0.0, logit_bias=(), stop_token_ids=(), logprobs=-1,
-        prompt_logprobs=-1,
-    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0, "repetition_penalty": 1.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": (), "stop_token_ids": (), "logprobs": -1,
+        "prompt_logprobs": -1,
+    }  # fmt: skip
     return EngineSampling(**{**fields, **changes})
 
 
 class Rig:
     def __init__(self, *, depth: int = 1, pages: int = 33, page_tokens: int = 4, **changes: Any) -> None:
-        fields: dict[str, Any] = dict(
-            kv=KvShape(1, 1, 1, 4, page_tokens), num_pages=pages, max_requests=8, max_model_len=64, token_budget=16,
-            vocab_size=VOCAB, depth=depth, max_adapter_slots=8, growth_horizon=4, scrub=True,
-        )  # fmt: skip
+        fields: dict[str, Any] = {
+            "kv": KvShape(1, 1, 1, 4, page_tokens), "num_pages": pages, "max_requests": 8, "max_model_len": 64, "token_budget": 16,
+            "vocab_size": VOCAB, "depth": depth, "max_adapter_slots": 8, "growth_horizon": 4, "scrub": True,
+        }  # fmt: skip
         self.limits = EngineLimits(**{**fields, **changes})
         self.faults = Faults()
         self.device = VirtualDevice(self.limits.bounds, page_tokens, self.faults)

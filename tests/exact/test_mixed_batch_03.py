@@ -91,3 +91,15 @@ def test_repeated_pointers_stay_separate_runs() -> None:
     offsets, ids = run_boundaries(i32(1, 1, 2, 1))
     assert offsets.tolist() == [0, 2, 3, 4]
     assert ids.tolist() == [1, 2, 1]
+
+
+def test_attention_splits_at_doff_whatever_the_adapter_runs_are() -> None:
+    """0x03D: one projection over all rows, prefill attention over [0, doff), one decode handle for each later row."""
+    p = plan()
+    crossing = np.flatnonzero((p.segment_offsets[:-1] < p.doff) & (p.segment_offsets[1:] > p.doff))
+    assert p.segment_adapters[crossing].tolist() == [A]
+    assert p.prefill_indptr[-1] == p.doff
+    assert np.diff(p.prefill_indptr).tolist() == p.requests[: p.prefills, 5].tolist()
+    assert p.requests[p.prefills :, 0].tolist() == [2, 3, 4]
+    assert p.requests[p.prefills :, 4].tolist() == [4, 6, 9]
+    assert p.positions[p.doff :].tolist() == [4, 6, 9]

@@ -8,6 +8,7 @@ Specification: 0x02F (physical layout), 0x04D (pages from tensors), 0x06A (true 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -16,20 +17,22 @@ import numpy.typing as npt
 from loraplex.artifact.base import BaseTensors
 from loraplex.artifact.identify import identify
 from loraplex.artifact.record import AdaptedModule, Artifact, Role
+from loraplex.artifact.shards import WHOLE, local_layout, module_shapes
 from loraplex.artifact.tensors import Array, Dtype, convert
-from loraplex.artifact.vectors import vector_kinds, vectors_of
-from loraplex.core.layout import AdapterImage, Extent, Factor, ModuleShape, PageGeometry, page_checksum, place
-from loraplex.identity.digests import KernelAbi, LocalLayout
+from loraplex.artifact.threads import map_threads
+from loraplex.artifact.vectors import vectors_of
+from loraplex.core.layout import (
+    EXTENT_COLUMNS,
+    AdapterImage,
+    Extent,
+    Factor,
+    PageGeometry,
+    page_checksum,
+    place,
+)
+from loraplex.identity.kernel import RANK_ROWS, KernelAbi, LocalLayout, Packing
 
-KERNEL_FAMILY: Final = "rank-rows"
 CONVERSION_REVISION: Final = 1
-
-
-def module_shapes(artifact: Artifact) -> tuple[ModuleShape, ...]:
-    """What the artifact asks pages for, in the order of its modules."""
-    return tuple(
-        ModuleShape(m.layer, m.module, m.rank, m.d_in, m.d_out, vector_kinds(m)) for m in artifact.modules
-    )
 
 
 def to_image(
@@ -38,63 +41,72 @@ def to_image(
     dtype: Dtype,
     base_abi: str,
     base_tensors: BaseTensors | None = None,
+    shard: tuple[int, int] = WHOLE,
 ) -> AdapterImage:
-    """The artifact in kernel layout, unsharded.
+    """The artifact in kernel layout.
 
     geometry: rank rows; its itemsize must be that of `dtype`. base_abi: H_base. base_tensors: needed by methods with
-    vectors (DoRA, trained biases, IA3 over a bias). Raises `adapter_not_finite` where a value does not fit `dtype`.
+    vectors (DoRA, trained biases, IA3 over a bias). shard: (rank, ranks) of tensor parallelism. Raises `adapter_not_finite` where a value does not fit `dtype`.
     """
-    extents, pages = place(geometry, module_shapes(artifact))
+    extents, pages = place(geometry, module_shapes(artifact, shard))
     buffer = np.zeros((pages, geometry.page_bytes), dtype=np.uint8)
     by_module: dict[tuple[int, int], list[Extent]] = {}
     for extent in extents:
         by_module.setdefault((extent.layer, int(extent.module)), []).append(extent)
-    for module in artifact.modules:
-        stored = _stored(module, dtype, base_tensors)
+
+    def fill(module: AdaptedModule) -> None:
+        stored = _stored(module, dtype, base_tensors, local_layout(module, shard))
         for extent in by_module[module.layer, int(module.module)]:
             _write(buffer, extent, stored[extent.factor])
-    table = np.array([_row(e) for e in extents], dtype=np.int32)
+
+    map_threads(fill, artifact.modules, buffer.nbytes)
+    table = extent_table(extents)
     identity = identify(artifact, base_abi)
     return AdapterImage(
         key=identity.semantic,
-        kernel_digest=kernel_abi(artifact, geometry, dtype, identity.semantic, table).digest,
+        kernel_digest=kernel_abi(artifact, geometry, dtype, identity.semantic, table, shard).digest,
         itemsize=dtype.itemsize,
         modules=np.array(
             [(m.layer, int(m.module), m.rank, m.scale_bits) for m in artifact.modules], dtype=np.int32
         ),
         extents=table,
         pages=buffer,
-        checksums=page_checksum(buffer),
+        checksums=checksums_of(buffer),
     )
+
+
+def checksums_of(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """`page_checksum` of each page, on several threads."""
+    sums = map_threads(lambda page: page_checksum(pages[page : page + 1]), range(len(pages)), pages.nbytes)
+    return np.concatenate([np.zeros(0, dtype=np.int64), *sums])
 
 
 def kernel_abi(
-    artifact: Artifact, geometry: PageGeometry, dtype: Dtype, semantic: str, table: npt.NDArray[np.int32]
+    artifact: Artifact,
+    geometry: PageGeometry,
+    dtype: Dtype,
+    semantic: str,
+    table: npt.NDArray[np.int32],
+    shard: tuple[int, int] = WHOLE,
 ) -> KernelAbi:
-    """The local kernel ABI of the unsharded conversion; table: the extent table."""
+    """The local kernel ABI of one shard's conversion; table: its extent table."""
     return KernelAbi(
         semantic=semantic,
-        kernel_family=KERNEL_FAMILY,
+        kernel_family=RANK_ROWS,
         conversion_revision=CONVERSION_REVISION,
         dtype=dtype.value,
-        packing={
-            "page_bytes": geometry.page_bytes,
-            "extents_sha256": hashlib.sha256(table.astype("<i4").tobytes()).hexdigest(),
-        },
-        layouts=tuple(
-            LocalLayout(
-                name=m.name,
-                rank=m.rank,
-                scale_bits=m.scale_bits,
-                a_axes=("rank", "input"),
-                b_axes=("rank", "output"),
-                input_range=(0, m.d_in),
-                output_range=(0, m.d_out),
-            )
-            for m in artifact.modules
+        packing=Packing(
+            page_bytes=geometry.page_bytes,
+            extents_sha256=hashlib.sha256(table.astype("<i4").tobytes()).hexdigest(),
         ),
-        shard=(0, 1),
+        layouts=tuple(local_layout(m, shard) for m in artifact.modules),
+        shard=shard,
     )
+
+
+def extent_table(extents: Sequence[Extent]) -> npt.NDArray[np.int32]:
+    """Extents as int32 [n, 9], in the field order of `Extent`."""
+    return np.array([_row(e) for e in extents], dtype=np.int32).reshape(-1, EXTENT_COLUMNS)
 
 
 def _row(extent: Extent) -> tuple[int, ...]:
@@ -104,13 +116,15 @@ def _row(extent: Extent) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def _stored(module: AdaptedModule, dtype: Dtype, base_tensors: BaseTensors | None) -> dict[Factor, Array]:
+def _stored(
+    module: AdaptedModule, dtype: Dtype, base_tensors: BaseTensors | None, layout: LocalLayout
+) -> dict[Factor, Array]:
     """Stored factors of one module, each [rows, columns]: A, B transposed, vectors as one row of float32."""
     out: dict[Factor, Array] = {}
     if module.rank:
         a, b = module.tensors[Role.A], module.tensors[Role.B]
-        out[Factor.A] = convert(a.data, a.dtype, dtype, a.name)
-        out[Factor.B] = convert(b.data, b.dtype, dtype, b.name).T
+        out[Factor.A] = convert(a.data, a.dtype, dtype, a.name)[:, slice(*layout.input_range)]
+        out[Factor.B] = convert(b.data, b.dtype, dtype, b.name)[slice(*layout.output_range)].T
     for factor, vector in vectors_of(module, base_tensors).items():
         out[factor] = vector.reshape(1, -1)
     return out

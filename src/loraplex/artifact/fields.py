@@ -105,12 +105,14 @@ def refuse_effects(kind: str, record: Mapping[str, Any]) -> None:
 
 
 def _check_init(value: Any) -> None:
-    if value is None or isinstance(value, bool) or value in INITS_WITHOUT_EFFECT:
+    if value is None or isinstance(value, bool):
         return
     if not isinstance(value, str):
         raise bad_config(
             "init_lora_weights", f"init_lora_weights is {show(value)}, expected a name, true or false"
         )
+    if value in INITS_WITHOUT_EFFECT:
+        return
     if value.lower().startswith(INITS_THAT_CHANGE_THE_BASE):
         raise unsupported(
             "init_lora_weights",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from loraplex.artifact.base import BaseModules
 from loraplex.artifact.record import AdaptedModule, Artifact, Role
 from loraplex.identity.canonical import digest
 from loraplex.identity.digests import (
@@ -39,9 +40,9 @@ class AdapterIdentity:
     semantic: str
 
 
-def identify(artifact: Artifact, base_abi: str) -> AdapterIdentity:
-    """All digests of `artifact` over the base whose H_base is `base_abi`."""
-    content = ArtifactIdentity(
+def artifact_record(artifact: Artifact, base_abi: str) -> ArtifactIdentity:
+    """The record behind H_artifact: the effective configuration and every tensor as it was read."""
+    return ArtifactIdentity(
         method=artifact.method,
         peft_config=digest(
             {
@@ -51,7 +52,12 @@ def identify(artifact: Artifact, base_abi: str) -> AdapterIdentity:
         ),
         base=base_abi,
         modules=tuple(_spec(module) for module in artifact.modules),
-    ).digest
+    )
+
+
+def identify(artifact: Artifact, base_abi: str) -> AdapterIdentity:
+    """All digests of `artifact` over the base whose H_base is `base_abi`."""
+    content = artifact_record(artifact, base_abi).digest
     tokens = artifact.invocation_tokens
     policy = ALWAYS_ON if tokens is None else invocation_policy(tokens)
     return AdapterIdentity(base_abi, content, semantic_abi(base_abi, content, policy))
@@ -70,3 +76,8 @@ def _spec(module: AdaptedModule) -> ModuleSpec:
             for role, tensor in sorted(module.tensors.items())
         ),
     )
+
+
+def target_map(base: BaseModules) -> str:
+    """Digest of the base's target-module map: names, dimensions and biases of every adaptable module."""
+    return digest([[m.name, m.module.name.lower(), m.d_in, m.d_out, m.has_bias] for m in base.modules()])

@@ -9,56 +9,77 @@ Read from PEFT 0.21's documented behaviour; the words are ours.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from typing import TypeVar
 
 from loraplex.artifact.base import BaseModule
-from loraplex.artifact.patterns import Pattern, compile_pattern
+from loraplex.artifact.patterns import Pattern, Work, compile_pattern
 from loraplex.artifact.peft_config import Names, PeftConfig
 from loraplex.core.ids import LAYER_MODULES
 
+Value = TypeVar("Value")
 
-@dataclass(frozen=True, slots=True)
+
 class Selector:
-    """The matching half of a configuration, with its patterns compiled once."""
+    """The matching half of a configuration: its patterns compiled once, and one budget for running them.
 
-    config: PeftConfig
-    _rank: list[tuple[Pattern, int]] = field(init=False, default_factory=list)
-    _alpha: list[tuple[Pattern, str]] = field(init=False, default_factory=list)
+    Every method raises `adapter_config_invalid` when the budget is used up.
+    """
 
-    def __post_init__(self) -> None:
-        self._rank.extend((_compiled(key), value) for key, value in self.config.rank_pattern)
-        self._alpha.extend((_compiled(key), value) for key, value in self.config.alpha_pattern)
+    def __init__(self, config: PeftConfig) -> None:
+        self.config = config
+        self._work = Work()
+        self._targets = _Listed(config.targets or Names(), self._work)
+        self._exclude = _Listed(config.exclude, self._work)
+        self._feedforward = _Listed(config.feedforward, self._work)
+        self._rank = [(compile_pattern(key), value) for key, value in config.rank_pattern]
+        self._alpha = [(compile_pattern(key), value) for key, value in config.alpha_pattern]
 
     def selects(self, module: BaseModule) -> bool:
         """Whether the configuration adapts this module."""
         config = self.config
-        if _listed(config.exclude, module.name):
+        if self._exclude.has(module.name):
             return False
         if config.targets is None:
             return module.module in LAYER_MODULES
-        if config.targets.pattern is not None:
-            return _compiled(config.targets.pattern).fullmatch(module.name)
-        if module.name in config.targets.names:
-            return True
-        if not _listed(config.targets, module.name):
+        if not self._targets.has(module.name):
             return False
-        return config.layers is None or layer_index(module.name, config.layers_pattern) in config.layers
+        if config.layers is None or module.name in config.targets.names:
+            return True
+        return layer_index(module.name, config.layers_pattern) in config.layers
 
     def rank(self, module: BaseModule) -> int:
         """The rank that the configuration gives this module."""
-        return next((rank for key, rank in self._rank if _ends_in(key, module.name)), self.config.rank)
+        return self._first(self._rank, module.name, self.config.rank)
 
     def alpha(self, module: BaseModule) -> str:
         """The alpha that the configuration gives this module."""
-        return next((alpha for key, alpha in self._alpha if _ends_in(key, module.name)), self.config.alpha)
+        return self._first(self._alpha, module.name, self.config.alpha)
 
     def feedforward(self, module: BaseModule) -> bool:
         """Whether an IA3 vector scales this module's input; entries match by plain end of name."""
-        names = self.config.feedforward
-        if names.pattern is not None:
-            return _compiled(names.pattern).fullmatch(module.name)
-        return any(module.name.endswith(name) for name in names.names)
+        if self.config.feedforward.pattern is not None:
+            return self._feedforward.has(module.name)
+        return any(module.name.endswith(name) for name in self.config.feedforward.names)
+
+    def _first(self, patterns: Sequence[tuple[Pattern, Value]], name: str, default: Value) -> Value:
+        """Value of the first pattern that matches all of `name`, or all of what follows one of its dots."""
+        starts = _starts(name)
+        return next((value for key, value in patterns if key.reaches_end(name, starts, self._work)), default)
+
+
+class _Listed:
+    """Names or a pattern, ready to ask."""
+
+    def __init__(self, names: Names, work: Work) -> None:
+        self._names = names.names
+        self._pattern = None if names.pattern is None else compile_pattern(names.pattern)
+        self._work = work
+
+    def has(self, name: str) -> bool:
+        """Whether a pattern matches all of `name`, or an entry is it or follows one of its dots."""
+        if self._pattern is not None:
+            return self._pattern.fullmatch(name, self._work)
+        return bool(self._names) and any(name[start:] in self._names for start in _starts(name))
 
 
 def layer_index(name: str, patterns: Sequence[str]) -> int | None:
@@ -75,22 +96,6 @@ def layer_index(name: str, patterns: Sequence[str]) -> int | None:
     return None
 
 
-def _listed(names: Names, name: str) -> bool:
-    if names.pattern is not None:
-        return _compiled(names.pattern).fullmatch(name)
-    return bool(names.names) and any(name[start:] in names.names for start in _starts(name))
-
-
-def _ends_in(pattern: Pattern, name: str) -> bool:
-    """Whether the pattern matches all of `name`, or all of what follows one of its dots."""
-    return any(len(name) in pattern.ends(name, start) for start in _starts(name))
-
-
 def _starts(name: str) -> list[int]:
     """Where the whole name and each part after a dot begin."""
     return [0, *(at + 1 for at, char in enumerate(name) if char == ".")]
-
-
-@lru_cache(maxsize=256)
-def _compiled(pattern: str) -> Pattern:
-    return compile_pattern(pattern)

@@ -2,8 +2,8 @@
 
 Python's own matcher backtracks, so a pattern in a configuration could occupy a loader for hours. Here the pattern is
 parsed by Python's parser, so it means the same, and run by following sets of positions: no choice is tried twice, and
-the work is at most nodes x length^2. What needs backtracking to be right (references to groups, atomic groups) or
-changes case is refused.
+the work is at most nodes x length^2. All patterns of a configuration share one budget of steps. What needs
+backtracking to be right (references to groups, atomic groups) or changes case is refused.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from __future__ import annotations
 import re
 import re._constants as op  # type: ignore[import-not-found]
 import re._parser as parser  # type: ignore[import-not-found]
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from loraplex.artifact.refuse import bad_config
+
 MAX_PATTERN_CHARS: Final = 16_384
+MAX_STEPS: Final = 50_000_000
+_ONE_CHARACTER: Final = frozenset({op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN})
 _REFUSED_FLAGS: Final = re.IGNORECASE | re.LOCALE
 Positions = frozenset[int]
 Node = tuple[Any, Any]
@@ -25,20 +30,41 @@ class PatternError(ValueError):
     """The pattern is not a regular expression, or uses what is not read here; the message says which."""
 
 
+@dataclass(slots=True)
+class Work:
+    """Steps that matching may still take; a step follows one position over one node of a pattern."""
+
+    left: int = MAX_STEPS
+
+    def spend(self, steps: int) -> None:
+        """Raise `adapter_config_invalid` when the budget is used up."""
+        self.left -= steps
+        if self.left < 0:
+            raise bad_config(
+                "", f"the patterns of the configuration take more than {MAX_STEPS} steps to match"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A parsed pattern."""
+    """A parsed pattern. fixed: length of every match where each node is one character, else None."""
 
     text: str
     nodes: tuple[Node, ...]
+    fixed: int | None
 
-    def fullmatch(self, name: str) -> bool:
+    def fullmatch(self, name: str, work: Work) -> bool:
         """Whether the whole of `name` matches."""
-        return len(name) in self.ends(name, 0)
+        return self.reaches_end(name, (0,), work)
 
-    def ends(self, name: str, start: int) -> Positions:
-        """Every position at which a match that begins at `start` can end."""
-        return _sequence(self.nodes, name, frozenset({start}))
+    def reaches_end(self, name: str, starts: Sequence[int], work: Work) -> bool:
+        """Whether a match that begins at one of `starts` ends where `name` ends."""
+        if self.fixed is not None:
+            start = len(name) - self.fixed
+            if start not in starts:
+                return False
+            starts = (start,)
+        return len(name) in _sequence(self.nodes, name, frozenset(starts), work)
 
 
 def compile_pattern(text: str) -> Pattern:
@@ -46,7 +72,11 @@ def compile_pattern(text: str) -> Pattern:
     if len(text) > MAX_PATTERN_CHARS:
         raise PatternError(f"it has {len(text)} characters, at most {MAX_PATTERN_CHARS} are read")
     try:
-        tree = parser.parse(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # "[[a]" warns of a future meaning; ours is today's
+            tree = parser.parse(text)
         if tree.state.flags & _REFUSED_FLAGS:
             raise PatternError("it ignores case, which is not read here")
         nodes = tuple(tree)
@@ -55,7 +85,8 @@ def compile_pattern(text: str) -> Pattern:
         raise PatternError(str(error)) from None
     except RecursionError:
         raise PatternError("it nests too deep") from None
-    return Pattern(text, nodes)
+    fixed = len(nodes) if all(code in _ONE_CHARACTER for code, _ in nodes) else None
+    return Pattern(text, nodes, fixed)
 
 
 def _check(nodes: Iterable[Node]) -> None:
@@ -66,7 +97,7 @@ def _check(nodes: Iterable[Node]) -> None:
 
 
 def _children(code: Any, argument: Any) -> list[Any]:
-    if code in (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN, op.AT):
+    if code in _ONE_CHARACTER or code is op.AT:
         return []
     if code is op.BRANCH:
         return list(argument[1])
@@ -81,44 +112,44 @@ def _children(code: Any, argument: Any) -> list[Any]:
     raise PatternError(f"it uses {str(code).lower()}, which is not read here")
 
 
-def _sequence(nodes: Iterable[Node], name: str, starts: Positions) -> Positions:
+def _sequence(nodes: Iterable[Node], name: str, starts: Positions, work: Work) -> Positions:
     for code, argument in nodes:
         if not starts:
             break
-        starts = _step(code, argument, name, starts)
+        starts = _step(code, argument, name, starts, work)
     return starts
 
 
-def _step(code: Any, argument: Any, name: str, starts: Positions) -> Positions:
+def _step(code: Any, argument: Any, name: str, starts: Positions, work: Work) -> Positions:
+    work.spend(len(starts))
     if code is op.BRANCH:
-        return frozenset().union(*(_sequence(branch, name, starts) for branch in argument[1]))
+        return frozenset().union(*(_sequence(branch, name, starts, work) for branch in argument[1]))
     if code in (op.MAX_REPEAT, op.MIN_REPEAT):
-        return _repeat(argument, name, starts)
+        return _repeat(argument, name, starts, work)
     if code is op.SUBPATTERN:
-        return _sequence(argument[3], name, starts)
+        return _sequence(argument[3], name, starts, work)
     if code is op.AT:
         return frozenset(i for i in starts if _anchor(argument, name, i))
     if code in (op.ASSERT, op.ASSERT_NOT):
         wanted = code is op.ASSERT
-        return frozenset(i for i in starts if _looks(argument, name, i) is wanted)
+        return frozenset(i for i in starts if _looks(argument, name, i, work) is wanted)
     return frozenset(i + 1 for i in starts if i < len(name) and _character(code, argument, name[i]))
 
 
-def _repeat(argument: Any, name: str, starts: Positions) -> Positions:
+def _repeat(argument: Any, name: str, starts: Positions, work: Work) -> Positions:
     """Positions after `low` to `high` rounds; sets stop changing after len(name) + 1 rounds at the latest."""
     low, high, body = argument
     at = starts
-    done = 0
-    while done < low:
-        after = _sequence(body, name, at)
-        done += 1
+    rounds = 0
+    while rounds < low:
+        after = _sequence(body, name, at, work)
+        rounds += 1
         if after == at:
             break
         at = after
     reached = at
-    rounds = done
     while at and (high is op.MAXREPEAT or rounds < high):
-        at = _sequence(body, name, at) - reached
+        at = _sequence(body, name, at, work) - reached
         reached |= at
         rounds += 1
     return reached
@@ -134,12 +165,12 @@ def _anchor(kind: Any, name: str, at: int) -> bool:
     return (before != after) is (kind is op.AT_BOUNDARY)
 
 
-def _looks(argument: Any, name: str, at: int) -> bool:
+def _looks(argument: Any, name: str, at: int, work: Work) -> bool:
     """Whether a look-ahead or look-behind matches at `at`."""
     direction, body = argument
     if direction > 0:
-        return bool(_sequence(body, name, frozenset({at})))
-    return any(at in _sequence(body, name, frozenset({i})) for i in range(at + 1))
+        return bool(_sequence(body, name, frozenset({at}), work))
+    return at in _sequence(body, name, frozenset(range(at + 1)), work)
 
 
 def _character(code: Any, argument: Any, char: str) -> bool:

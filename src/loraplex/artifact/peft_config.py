@@ -16,8 +16,8 @@ from typing import Any, Final
 from loraplex.artifact import fields
 from loraplex.artifact.jsontext import Decimal64
 from loraplex.artifact.refuse import bad_config, rank_limit, unsupported
-from loraplex.artifact.scale import alpha_text
 from loraplex.core.limits import MAX_RANK
+from loraplex.identity.scale import alpha_text
 
 ALL_LINEAR: Final = "all-linear"
 MAX_NAMES: Final = 65_536

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from loraplex.artifact.peft_config import PeftConfig
-from loraplex.artifact.scale import ScaleRule, scale_bits, scale_of
 from loraplex.artifact.tensors import Tensor
 from loraplex.core.ids import Module
+from loraplex.identity.scale import ScaleRule, scale_bits, scale_of
 
 
 class Method(StrEnum):

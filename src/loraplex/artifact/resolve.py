@@ -17,10 +17,10 @@ from loraplex.artifact.names import Kind, TensorName, parse_name
 from loraplex.artifact.peft_config import BiasMode, PeftConfig, PeftType
 from loraplex.artifact.record import AdaptedModule, Artifact, Method, Role
 from loraplex.artifact.refuse import bad_config, missing_tensor, unmatched, unsupported, wrong_base
-from loraplex.artifact.scale import ScaleRule
 from loraplex.artifact.shapes import check_shapes
 from loraplex.artifact.tensors import Tensor
 from loraplex.core.ids import Module
+from loraplex.identity.scale import ScaleRule
 
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _ROLES: Final[dict[Kind, Role]] = {

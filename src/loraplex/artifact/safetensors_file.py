@@ -23,7 +23,13 @@ import numpy.typing as npt
 from loraplex.artifact.jsontext import JsonError, parse_object
 from loraplex.artifact.refuse import bad_dtype, malformed, missing_source, pickled, too_large
 from loraplex.artifact.tensors import Dtype
-from loraplex.core.limits import MAX_ADAPTER_BYTES, MAX_ADAPTER_TENSORS, MAX_SAFETENSORS_HEADER_BYTES
+from loraplex.core.errors import CallerError
+from loraplex.core.limits import (
+    MAX_ADAPTER_BYTES,
+    MAX_ADAPTER_TENSORS,
+    MAX_SAFETENSORS_HEADER_BYTES,
+    MAX_TENSOR_NAME_CHARS,
+)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -51,11 +57,12 @@ class Entry:
 class SafetensorsFile:
     """An open safetensors file whose header was checked. Close it, or use it as a context manager.
 
-    entries: all tensors by name, in file order. size: bytes of the file.
+    entries: all tensors by name, in file order. size: bytes of the file. max_bytes: an adapter's limit when None.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_bytes: int | None = None) -> None:
         self.path = path
+        self._max_bytes = MAX_ADAPTER_BYTES if max_bytes is None else max_bytes
         self._fd = open_regular(path)
         try:
             self.size = os.fstat(self._fd).st_size
@@ -92,27 +99,33 @@ class SafetensorsFile:
     def _read_header(self) -> dict[str, Entry]:
         name = self.path.name
         head = bytes(self._read_exactly(0, min(self.size, _LENGTH_BYTES)))
-        if head.startswith(_PICKLE_MAGICS):
-            raise pickled(f"{name} is a pickle or zip archive, not safetensors; {PICKLE_ADVICE}")
         if len(head) < _LENGTH_BYTES:
-            raise malformed(f"{name} has {self.size} bytes, a safetensors file has at least {_LENGTH_BYTES}")
-        if self.size > MAX_ADAPTER_BYTES:
-            raise too_large(f"{name} has {self.size} bytes, at most {MAX_ADAPTER_BYTES} are accepted")
-        (length,) = struct.unpack("<Q", head)
-        if length > MAX_SAFETENSORS_HEADER_BYTES:
-            raise malformed(
-                f"{name} declares a header of {length} bytes, at most {MAX_SAFETENSORS_HEADER_BYTES} are read"
+            raise _no_header(
+                name, head, f"it has {self.size} bytes, a safetensors file has at least {_LENGTH_BYTES}"
             )
-        if _LENGTH_BYTES + length > self.size:
-            raise malformed(f"{name} declares a header of {length} bytes but has {self.size} bytes in all")
+        if self.size > self._max_bytes:
+            raise too_large(f"{name} has {self.size} bytes, at most {self._max_bytes} are accepted")
+        (length,) = struct.unpack("<Q", head)
+        limit = min(MAX_SAFETENSORS_HEADER_BYTES, self.size - _LENGTH_BYTES)
+        if length > limit:
+            raise _no_header(
+                name, head, f"it declares a header of {length} bytes, at most {limit} are possible"
+            )
         text = bytes(self._read_exactly(_LENGTH_BYTES, length))
         if not text.startswith(b"{"):
-            raise malformed(f"{name}: the header starts with {text[:1]!r}, expected an opening brace")
+            raise _no_header(name, head, f"its header starts with {text[:1]!r}, expected an opening brace")
         try:
             header = parse_object(text)
         except JsonError as error:
             raise malformed(f"{name}: the header cannot be read, {error}") from None
         return check_header(header, _LENGTH_BYTES + length, self.size, name)
+
+
+def _no_header(file: str, head: bytes, why: str) -> CallerError:
+    """The refusal of a file without header. A pickle is only looked for here: a header's length can look like one."""
+    if head.startswith(_PICKLE_MAGICS):
+        return pickled(f"{file} is a pickle or zip archive, not safetensors; {PICKLE_ADVICE}")
+    return malformed(f"{file} is not safetensors: {why}")
 
 
 def open_regular(path: Path) -> int:
@@ -142,21 +155,27 @@ def check_header(header: dict[str, Any], data_start: int, file_size: int, file: 
 
 
 def _entry(file: str, name: str, record: Any, data_start: int) -> Entry:
+    if len(name) > MAX_TENSOR_NAME_CHARS:
+        raise malformed(
+            f"{file}: a tensor name has {len(name)} characters, at most {MAX_TENSOR_NAME_CHARS} are read"
+        )
     if not isinstance(record, dict) or set(record) != {"dtype", "shape", "data_offsets"}:
         raise malformed(f"{file}: tensor {name} must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = record["dtype"], record["shape"], record["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ITEMSIZE:
-        raise malformed(f"{file}: tensor {name} has the unknown dtype {dtype!r}")
+        raise malformed(f"{file}: tensor {name} has the unknown dtype {dtype!r:.80}")
     if not _naturals(shape):
-        raise malformed(f"{file}: tensor {name} has the shape {shape!r}, expected a list of integers from 0")
+        raise malformed(
+            f"{file}: tensor {name} has the shape {shape!r:.200}, expected a list of integers from 0"
+        )
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise malformed(f"{file}: tensor {name} has the data_offsets {offsets!r}, expected [begin, end]")
+        raise malformed(f"{file}: tensor {name} has the data_offsets {offsets!r:.200}, expected [begin, end]")
     nbytes = _ITEMSIZE[dtype]
     for size in shape:
         nbytes *= size
     if nbytes != offsets[1] - offsets[0]:
         raise malformed(
-            f"{file}: tensor {name} of shape {shape} and dtype {dtype} needs {nbytes} bytes, "
+            f"{file}: tensor {name} of shape {shape!s:.200} and dtype {dtype} needs {nbytes} bytes, "
             f"its offsets span {offsets[1] - offsets[0]}"
         )
     if dtype not in _SERVED:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,7 @@ from loraplex.artifact.jsontext import JsonError, parse_object
 from loraplex.artifact.refuse import bad_config, malformed, missing_source, not_finite, pickled, too_large
 from loraplex.artifact.safetensors_file import PICKLE_ADVICE, Entry, SafetensorsFile, open_regular
 from loraplex.artifact.tensors import Tensor, is_finite
+from loraplex.artifact.threads import map_threads
 from loraplex.core.limits import MAX_ADAPTER_BYTES, MAX_ADAPTER_CONFIG_BYTES, MAX_ADAPTER_TENSORS
 
 CONFIG_FILE: Final = "adapter_config.json"
@@ -28,11 +29,9 @@ PICKLE_FILES: Final = (
     "adapter_model.pt",
     "adapter_model.pth",
 )
-MAX_READ_THREADS: Final = 4
-_THREADS_FROM_BYTES: Final = 1 << 20
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes read and hashed so far, bytes in all); may be called from several threads."""
+"""Called with (bytes read and hashed so far, bytes in all); called from several threads, one at a time, rising."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def read_tensors(folder: Path, progress: Progress | None = None) -> dict[str, Te
     Returned in the order of their names. Raises what the format checks raise, and `adapter_not_finite`.
     """
     with ExitStack() as stack:
-        files = [stack.enter_context(SafetensorsFile(path)) for path in _weight_files(folder)]
+        files = [stack.enter_context(SafetensorsFile(path)) for path in weight_files(folder)]
         work = [(file, entry) for file in files for entry in file.entries.values()]
         _check_index(folder, files)
         total = sum(entry.nbytes for _, entry in work)
@@ -77,29 +76,19 @@ def read_tensors(folder: Path, progress: Progress | None = None) -> dict[str, Te
                 f"the adapter holds {len(work)} tensors, at most {MAX_ADAPTER_TENSORS} are accepted"
             )
         done = 0
+        lock = threading.Lock()
 
         def one(item: tuple[SafetensorsFile, Entry]) -> Tensor:
             nonlocal done
             tensor = read_tensor(*item)
             if progress is not None:
-                done += item[1].nbytes
-                progress(done, total)
+                with lock:
+                    done += item[1].nbytes
+                    progress(done, total)
             return tensor
 
-        tensors = _map(one, work, total)
+        tensors = map_threads(one, work, total)
     return {tensor.name: tensor for tensor in sorted(tensors, key=lambda t: t.name)}
-
-
-def _map(
-    one: Callable[[tuple[SafetensorsFile, Entry]], Tensor],
-    work: list[tuple[SafetensorsFile, Entry]],
-    total: int,
-) -> list[Tensor]:
-    threads = min(MAX_READ_THREADS, os.cpu_count() or 1)
-    if total < _THREADS_FROM_BYTES or threads == 1:
-        return [one(item) for item in work]
-    with ThreadPoolExecutor(threads, thread_name_prefix="adapter-read") as pool:
-        return list(pool.map(one, work))
 
 
 def read_tensor(file: SafetensorsFile, entry: Entry) -> Tensor:
@@ -113,7 +102,8 @@ def read_tensor(file: SafetensorsFile, entry: Entry) -> Tensor:
     return Tensor(entry.name, entry.dtype, entry.shape, data, digest)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the folder's tensors; raises where there are none, or pickles, or an ambiguity."""
     single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
     if single.exists() and index.exists():
         raise malformed(f"{folder.name} holds both {WEIGHTS_FILE} and {INDEX_FILE}; keep the one that counts")

@@ -6,15 +6,17 @@ own bias. Plain LoRA has none of them. Specification: DESIGN 4 "Operators".
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from loraplex.artifact.base import BaseTensors
 from loraplex.artifact.record import AdaptedModule, Role
-from loraplex.artifact.refuse import unsupported
+from loraplex.artifact.refuse import not_finite, unsupported
 from loraplex.artifact.tensors import F32Array
 from loraplex.core.layout import Factor
 
-ROW_BLOCK = 1024
+ROW_BLOCK: Final = 1024
 
 
 def vector_kinds(module: AdaptedModule) -> tuple[Factor, ...]:
@@ -42,15 +44,27 @@ def vectors_of(module: AdaptedModule, base: BaseTensors | None) -> dict[Factor, 
     if Factor.H in kinds:
         out[Factor.H] = module.tensors[Role.IA3_IN].float32().reshape(-1)
     if Role.MAGNITUDE in module.tensors:
-        norm = row_norms(module, _needed(module, base))
-        out[Factor.G] = (module.tensors[Role.MAGNITUDE].float32().astype(np.float64) / norm).astype(
-            np.float32
-        )
+        out[Factor.G] = _dora_gain(module, _needed(module, base))
     elif Role.IA3_OUT in module.tensors:
         out[Factor.G] = module.tensors[Role.IA3_OUT].float32().reshape(-1)
     if Factor.C in kinds:
         out[Factor.C] = _constant(module, base, out.get(Factor.G))
+    for factor, vector in out.items():
+        if not np.isfinite(vector).all():
+            raise not_finite(module.name, f"vector {factor.name} of {module.name} does not fit float32")
     return out
+
+
+def _dora_gain(module: AdaptedModule, base: BaseTensors) -> F32Array:
+    """DoRA's g = magnitude / norm."""
+    norm = row_norms(module, base)
+    magnitude = module.tensors[Role.MAGNITUDE]
+    if not norm.all():
+        raise not_finite(
+            magnitude.name, f"row {int(norm.argmin())} of {module.name} has norm 0, DoRA divides by it"
+        )
+    with np.errstate(over="ignore"):  # what becomes infinite is refused by name
+        return (magnitude.float32().astype(np.float64) / norm).astype(np.float32)
 
 
 def row_norms(module: AdaptedModule, base: BaseTensors) -> np.ndarray:
@@ -68,7 +82,7 @@ def row_norms(module: AdaptedModule, base: BaseTensors) -> np.ndarray:
         squares[lo : lo + ROW_BLOCK] = (
             (w * w).sum(axis=1) + 2 * module.scale * cross + module.scale**2 * delta
         )
-    return np.sqrt(squares)
+    return np.sqrt(np.maximum(squares, 0.0))  # rounding can leave a square of zero just below it
 
 
 def _needed(module: AdaptedModule, base: BaseTensors | None) -> BaseTensors:
@@ -90,4 +104,5 @@ def _constant(module: AdaptedModule, base: BaseTensors | None, gain: F32Array | 
         c = c * gain
     if Role.LORA_BIAS in module.tensors:
         c = c + module.scale * module.tensors[Role.LORA_BIAS].float32()
-    return c.astype(np.float32)
+    with np.errstate(over="ignore"):
+        return c.astype(np.float32)

@@ -51,6 +51,8 @@ class ErrorCode(StrEnum):
     MODEL_UNSUPPORTED = "model_unsupported"
     MODEL_WEIGHTS_INVALID = "model_weights_invalid"
     MODEL_SOURCE_MISSING = "model_source_missing"
+    MODEL_CACHE_UNWRITABLE = "model_cache_unwritable"
+    MODEL_CACHE_DAMAGED = "model_cache_damaged"
     CONFIG_INVALID = "config_invalid"
     # Adapters
     ADAPTER_NOT_FOUND = "adapter_not_found"
@@ -165,6 +167,8 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
         400, "the weights hold exactly the tensors that the configuration implies"
     ),
     _E.MODEL_SOURCE_MISSING: _caller(400, "the model source exists and can be read"),
+    _E.MODEL_CACHE_UNWRITABLE: _caller(400, "the cache of converted models can be created and written"),
+    _E.MODEL_CACHE_DAMAGED: _caller(400, "a converted model keeps the files with which it was published"),
     _E.CONFIG_INVALID: _caller(400, "each server option lies in its documented range"),
     _E.ADAPTER_NOT_FOUND: _caller(404, "the alias or revision is registered"),
     _E.ADAPTER_EXISTS: _caller(400, "an add names an alias that is not registered yet"),

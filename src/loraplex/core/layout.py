@@ -141,6 +141,7 @@ class Extent:
 
 
 EXTENT_COLUMNS: Final = 9
+CHECKSUM_BLOCK: Final = 1 << 14
 MODULE_COLUMNS: Final = 4
 VECTOR_ITEMSIZE: Final = 4
 
@@ -272,6 +273,10 @@ def page_checksum(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     pages: uint8 [n, page_bytes], page_bytes divisible by 4. Returns int64 [n]: the sum over int32 words w_i of
     (2i + 1) * w_i.
     """
-    words = pages.view(np.int32).astype(np.int64)
-    weights = 2 * np.arange(words.shape[1], dtype=np.int64) + 1
-    return np.asarray((words * weights).sum(axis=1, dtype=np.int64))
+    words = pages.view(np.int32)
+    sums = np.zeros(len(words), dtype=np.int64)
+    for start in range(0, words.shape[1], CHECKSUM_BLOCK):
+        block = words[:, start : start + CHECKSUM_BLOCK]
+        weights = 2 * np.arange(start, start + block.shape[1], dtype=np.int64) + 1
+        sums += (block * weights).sum(axis=1, dtype=np.int64)
+    return sums

@@ -27,6 +27,7 @@ MAX_RANK: Final = 512
 MAX_ADAPTER_SLOTS: Final = 4096
 MAX_ADAPTER_BYTES: Final = 16 << 30
 MAX_ADAPTER_TENSORS: Final = 65_536
+MAX_TENSOR_NAME_CHARS: Final = 1_024
 MAX_ADAPTER_CONFIG_BYTES: Final = 4 << 20
 MAX_SAFETENSORS_HEADER_BYTES: Final = 100 << 20
 MAX_ALIAS_CHARS: Final = 128
@@ -39,3 +40,15 @@ MAX_WAITING_REQUESTS: Final = 8192
 
 # Requests
 MAX_REQUEST_ID_CHARS: Final = 128
+
+# Transport
+MAX_BUFFERED_TOKENS: Final = 4096
+"""Unread tokens of one request in a client process; at this many its reader counts as gone."""
+MAX_UNSENT_FRAMES: Final = 4096
+"""Frames that wait for one client process; at this many the engine gives the process up."""
+MAX_FRAMES_PER_RECEIVE: Final = 1024
+
+# HTTP
+MAX_BODY_BYTES: Final = 32 << 20
+MAX_CHOICES: Final = 256
+"""Prompts times samples of one HTTP request."""

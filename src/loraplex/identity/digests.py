@@ -1,4 +1,4 @@
-"""Every identity of the runtime as a frozen record with a digest: base, artifact, semantics, kernel, request, slot.
+"""Base, artifact, semantic and kernel identities: frozen records, each with the digest of exactly its own fields.
 
 Each record answers one question and holds nothing that belongs to another: an alias, a path or a slot is never part
 of what an adapter is. Digests of bytes are made by whoever read them and passed in.
@@ -8,26 +8,66 @@ Specification: 0x01G; DESIGN 4 "Identity".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Final
+
+import msgspec
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.identity.canonical import Value, check_digest, digest
+from loraplex.identity.scale import ScaleRule, alpha_text
 
 ALWAYS_ON: Final = digest({"activation": "always"})
 """Activation policy of an ordinary adapter: every position."""
+
+FACTOR_AXES: Final = {"A": ("rank", "input"), "B": ("output", "rank")}
+"""Logical axes of the two factors."""
+
+
+def invalid(message: str) -> InternalFault:
+    """The error of a record that contradicts itself or its digest."""
+    return InternalFault(ErrorCode.IDENTITY_INVALID, message)
 
 
 def invocation_policy(tokens: Sequence[int]) -> str:
     """Activation policy of an adapter that is on from its last invocation sequence (0x08E)."""
     if not tokens:
-        raise InternalFault(ErrorCode.IDENTITY_INVALID, "an invocation policy needs at least one token")
+        raise invalid("an invocation policy needs at least one token")
     return digest({"activation": "invocation", "tokens": list(tokens)})
 
 
-@dataclass(frozen=True, slots=True)
-class BaseAbi:
+class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor: its role, logical axes, element type, shape and the digest of its bytes as they were read."""
+
+    role: str
+    axes: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+    def value(self) -> Value:
+        """For `canonical`."""
+        if len(self.axes) != len(self.shape):
+            raise invalid(f"tensor {self.role} has shape {self.shape} but the axes {self.axes}")
+        return {
+            "role": self.role,
+            "axes": self.axes,
+            "dtype": self.dtype,
+            "shape": self.shape,
+            "sha256": check_digest(self.role, self.sha256),
+        }
+
+
+def weights_digest(tensors: Iterable[tuple[str, TensorRecord]]) -> str:
+    """Digest of a set of named tensors, whatever order and files they came in."""
+    pairs = sorted(tensors, key=lambda pair: pair[0])
+    names = [name for name, _ in pairs]
+    if len(set(names)) != len(names):
+        raise invalid("a tensor name occurs twice")
+    return digest([[name, record.value()] for name, record in pairs])
+
+
+class BaseAbi(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which exact shared operator: digests of weights, configuration, weight transforms and target-module map."""
 
     weights: str
@@ -48,35 +88,11 @@ class BaseAbi:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRecord:
-    """One factor or vector: its logical axes, element type, shape and the digest of the bytes as they were read."""
+class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One adapted module. base_shape: (d_out, d_in). alpha: shortest decimal text. rule: how the scale follows.
 
-    role: str
-    axes: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    sha256: str
-
-    def value(self) -> Value:
-        """For `canonical`."""
-        if len(self.axes) != len(self.shape):
-            raise InternalFault(
-                ErrorCode.IDENTITY_INVALID,
-                f"tensor {self.role} has shape {self.shape} but the axes {self.axes}",
-            )
-        return {
-            "role": self.role,
-            "axes": list(self.axes),
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "sha256": check_digest(self.role, self.sha256),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleSpec:
-    """One adapted module. base_shape: [d_out, d_in]. alpha: shortest decimal text. rule: how the scale follows."""
+    rank 0 and alpha "0" where the module has vectors only. tensors: sorted by role.
+    """
 
     name: str
     target: str
@@ -88,36 +104,52 @@ class ModuleSpec:
 
     def value(self) -> Value:
         """For `canonical`; raises `identity_invalid` where factors disagree with rank or base shape."""
-        _check_factors(self)
+        self.check_factors()
         return {
             "module": self.name,
             "target": self.target,
-            "base_shape": list(self.base_shape),
+            "base_shape": self.base_shape,
             "rank": self.rank,
             "alpha": self.alpha,
             "scale_rule": self.rule,
             "tensors": [t.value() for t in self.tensors],
         }
 
-
-def _check_factors(spec: ModuleSpec) -> None:
-    roles = [t.role for t in spec.tensors]
-    if roles != sorted(set(roles)):
-        raise InternalFault(
-            ErrorCode.IDENTITY_INVALID, f"module {spec.name} has the tensors {roles}, expected each once"
-        )
-    d_out, d_in = spec.base_shape
-    expected = {"A": (("rank", "input"), (spec.rank, d_in)), "B": (("output", "rank"), (d_out, spec.rank))}
-    for tensor in spec.tensors:
-        if tensor.role in expected and (tensor.axes, tensor.shape) != expected[tensor.role]:
-            raise InternalFault(
-                ErrorCode.IDENTITY_INVALID,
-                f"factor {tensor.role} of {spec.name} is {tensor.axes} {tensor.shape}, expected {expected[tensor.role]}",
+    def check_factors(self) -> None:
+        """Factors are there exactly when the rank is not 0, and have the logical axes and shapes."""
+        roles = [t.role for t in self.tensors]
+        if roles != sorted(set(roles)) or not roles:
+            raise invalid(f"module {self.name} has the tensors {roles}, expected each once, sorted by role")
+        good_alpha = alpha_text(self.alpha) == self.alpha if self.rank else self.alpha == "0"
+        if not good_alpha or self.rule not in set(ScaleRule):
+            raise invalid(
+                f"module {self.name} has alpha {self.alpha!r} and rule {self.rule!r}, which give no scale"
             )
+        d_out, d_in = self.base_shape
+        shapes = {"A": (self.rank, d_in), "B": (d_out, self.rank)} if self.rank else {}
+        if set(roles) & set(FACTOR_AXES) != set(shapes):
+            raise invalid(f"module {self.name} has rank {self.rank} but the tensors {roles}")
+        for tensor in self.tensors:
+            if tensor.role in shapes:
+                expected = (FACTOR_AXES[tensor.role], shapes[tensor.role])
+                if (tensor.axes, tensor.shape) != expected:
+                    raise invalid(
+                        f"factor {tensor.role} of {self.name} is {tensor.axes} {tensor.shape}, expected {expected}"
+                    )
+
+    def scalars(self) -> int:
+        """Elements of all tensors."""
+        return sum(_elements(t.shape) for t in self.tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class ArtifactIdentity:
+def _elements(shape: tuple[int, ...]) -> int:
+    out = 1
+    for size in shape:
+        out *= size
+    return out
+
+
+class ArtifactIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which learned delta: method, effective configuration, base and module specifications, sorted by name."""
 
     method: str
@@ -129,10 +161,8 @@ class ArtifactIdentity:
     def digest(self) -> str:
         """H_artifact."""
         names = [m.name for m in self.modules]
-        if names != sorted(set(names)):
-            raise InternalFault(
-                ErrorCode.IDENTITY_INVALID, "module records must be sorted by name and occur once"
-            )
+        if names != sorted(set(names)) or not names:
+            raise invalid("module records must be there, sorted by name, each once")
         return digest(
             {
                 "method": self.method,
@@ -152,72 +182,3 @@ def semantic_abi(base: str, artifact: str, activation: str) -> str:
             "activation_policy_sha256": check_digest("activation", activation),
         }
     )
-
-
-@dataclass(frozen=True, slots=True)
-class LocalLayout:
-    """How one module's factors lie on one shard: physical axes and the ranges of input and output held here."""
-
-    name: str
-    rank: int
-    scale_bits: int
-    a_axes: tuple[str, str]
-    b_axes: tuple[str, str]
-    input_range: tuple[int, int]
-    output_range: tuple[int, int]
-
-    def value(self) -> Value:
-        """For `canonical`."""
-        return {
-            "module": self.name,
-            "rank": self.rank,
-            "scale_bits": self.scale_bits,
-            "a_axes": list(self.a_axes),
-            "b_axes": list(self.b_axes),
-            "input_range": list(self.input_range),
-            "output_range": list(self.output_range),
-        }
-
-    def scalars(self) -> int:
-        """Factor elements held on this shard."""
-        inputs = self.input_range[1] - self.input_range[0]
-        outputs = self.output_range[1] - self.output_range[0]
-        return self.rank * (inputs + outputs)
-
-
-@dataclass(frozen=True, slots=True)
-class KernelAbi:
-    """Which converted bytes a kernel may consume: storage layout, conversion, element type, packing, shard.
-
-    kernel_family names the storage layout, never a launch. shard: (rank, ranks).
-    """
-
-    semantic: str
-    kernel_family: str
-    conversion_revision: int
-    dtype: str
-    packing: Mapping[str, Value]
-    layouts: tuple[LocalLayout, ...]
-    shard: tuple[int, int]
-
-    @property
-    def digest(self) -> str:
-        """H_kernel,local."""
-        names = [layout.name for layout in self.layouts]
-        if names != sorted(set(names)):
-            raise InternalFault(
-                ErrorCode.IDENTITY_INVALID, "local layouts must be sorted by name and occur once"
-            )
-        if not 0 <= self.shard[0] < self.shard[1]:
-            raise InternalFault(ErrorCode.IDENTITY_INVALID, f"shard {self.shard} is not (rank, ranks)")
-        return digest(
-            {
-                "adapter_semantic_sha256": check_digest("semantic", self.semantic),
-                "kernel_family": self.kernel_family,
-                "conversion_revision": self.conversion_revision,
-                "dtype": self.dtype,
-                "packing": self.packing,
-                "local_module_layouts": [layout.value() for layout in self.layouts],
-                "parallel_shard": list(self.shard),
-            }
-        )

@@ -1,1 +1,4 @@
-"""Decoder families, weights, attention backends, sampler, runner and CUDA graphs. Runs plans, chooses nothing."""
+"""Decoder models: specification, weights, attention over the page pool, sampling and the runner of batch plans.
+
+The data tower's top: it obeys a `BatchPlan` and never chooses pages, slots or victims.
+"""

@@ -23,13 +23,16 @@ class ScaleRule(StrEnum):
 
 
 def alpha_text(value: int | str) -> str | None:
-    """Shortest decimal text of a positive finite alpha, None for any other.
+    """Shortest decimal text of a positive finite alpha, None for anything else.
 
     16, "16.0" and "1.6e1" are the same number and give the same text.
     """
     if isinstance(value, int) and abs(value) >= MAX_ALPHA:
         return None
-    number = float(value)
+    try:
+        number = float(value)
+    except ValueError:
+        return None
     if not 0.0 < number < MAX_ALPHA:
         return None
     return str(int(number)) if number.is_integer() else repr(number)

@@ -1,0 +1,357 @@
+"""`LLM`: the offline, in-process API over the same engine that the server drives.
+
+Registration and generation run in the caller's thread; nothing is asynchronous here. Specification: DESIGN 5.
+"""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from msgspec.structs import replace as with_fields
+
+from loraplex.catalog.memory import AdapterCatalog, Revision
+from loraplex.config import EngineConfig
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, error_for
+from loraplex.core.messages import (
+    Abort,
+    Ended,
+    Finish,
+    Inspect,
+    RegisterAdapter,
+    RemoveAdapter,
+    Reply,
+    Submit,
+    ToEngine,
+    TokenLogprobs,
+    Tokens,
+)
+from loraplex.core.request import FinishReason, SamplingParams
+from loraplex.runtime.build import build_engine
+from loraplex.runtime.clock import MonotonicClock
+from loraplex.runtime.images import ImageStore
+from loraplex.runtime.local import LocalMailbox, NullSink
+from loraplex.runtime.prepare import prepare_adapter
+from loraplex.runtime.sampling import engine_sampling
+from loraplex.runtime.text import Detokenizer, TextCodec, load_tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class Sample:
+    """One completion. logprobs[i]: token id -> log probability for the i-th token, the sampled one always in it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[dict[int, float]] | None = None
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """Answer to one prompt. samples: all `n` completions; the short names speak of the first.
+
+    prompt_logprobs[i]: token id -> log probability at prompt position i (top entries and the actual token), None at
+    position 0. adapter: `alias@revision`, or None for the base.
+    """
+
+    prompt_token_ids: list[int]
+    adapter: str | None
+    samples: list[Sample]
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Generated tokens of the first sample."""
+        return self.samples[0].token_ids
+
+    @property
+    def text(self) -> str:
+        """Text of the first sample; empty without a tokenizer."""
+        return self.samples[0].text
+
+    @property
+    def logprobs(self) -> list[dict[int, float]] | None:
+        """Log probabilities of the first sample."""
+        return self.samples[0].logprobs
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the first sample ended."""
+        return self.samples[0].finish_reason
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request under way: where its tokens go."""
+
+    output: RequestOutput
+    sample: Sample
+    stops: tuple[str, ...]
+    detokenizer: Detokenizer | None
+    first: bool
+    ended: bool = False
+    error: LoraplexError | None = None
+
+
+class LLM:
+    """A base model with adapters, in this process.
+
+    model: folder with config.json, safetensors and, for text, a tokenizer. adapters: alias -> PEFT folder. device:
+    "cpu" or "cuda". dtype: "auto", "float32", "bfloat16" or "float16". pool_gb: page pool in GiB. Further keywords are
+    those of `config.EngineConfig`. Raises typed `LoraplexError`s. Use as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        adapters: Mapping[str, str | Path] | None = None,
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        pool_gb: float | None = None,
+        **options: Any,
+    ) -> None:
+        self._images_dir = tempfile.TemporaryDirectory(prefix="loraplex-images-")
+        try:
+            config = EngineConfig(
+                model=str(model),
+                images_dir=self._images_dir.name,
+                device=device,
+                dtype=dtype,
+                pool_gb=pool_gb,
+                **options,
+            )
+        except TypeError as error:
+            raise CallerError(ErrorCode.CONFIG_INVALID, f"unknown option: {error}") from error
+        self._mailbox = LocalMailbox()
+        self._built = build_engine(config, self._mailbox, MonotonicClock(), NullSink())
+        self._store = ImageStore(Path(self._images_dir.name))
+        self._codec: TextCodec | None = load_tokenizer(Path(model))
+        self._catalog = AdapterCatalog()
+        self._open: dict[str, _Open] = {}
+        self._replies: dict[int, Reply] = {}
+        self._calls = self._requests = 0
+        for alias, source in (adapters or {}).items():
+            self.add_adapter(alias, source)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the model and of temporary files; further calls are errors."""
+        self._built.close()
+        self._images_dir.cleanup()
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model knows."""
+        return self._built.limits.vocab_size
+
+    # Adapters
+
+    def add_adapter(self, alias: str, source: str | Path) -> dict[str, Any]:
+        """Register the PEFT folder `source` as `alias`; what was applied, or a typed error."""
+        self._catalog.check_new(alias)
+        prepared = prepare_adapter(source, self._built.base, self._store)
+        self._call(prepared.register)
+        return self._describe(self._catalog.add(alias, str(source), prepared))
+
+    def swap_adapter(self, alias: str, source: str | Path, *, expected: int | None = None) -> dict[str, Any]:
+        """Publish a new revision under `alias`; requests under way finish on the one that they began with."""
+        self._catalog.current(alias)
+        prepared = prepare_adapter(source, self._built.base, self._store)
+        self._call(prepared.register)
+        old, new = self._catalog.swap(alias, str(source), prepared, expected)
+        self._forget(old)
+        return self._describe(new)
+
+    def remove_adapter(self, alias: str) -> None:
+        """Take `alias` away; its memory is free afterwards."""
+        self._forget(self._catalog.remove(alias))
+
+    def adapters(self) -> list[dict[str, Any]]:
+        """What is registered, with digests and residency."""
+        return [self._describe(revision) for revision in self._catalog]
+
+    def inspect(self) -> dict[str, Any]:
+        """The engine's figures: pages, requests, residency."""
+        return self._call(Inspect(0))
+
+    def _forget(self, revision: Revision) -> None:
+        if not self._catalog.shares(revision.key):
+            self._call(RemoveAdapter(0, revision.key))
+            self._store.delete(revision.prepared.register.kernel_digest)
+
+    def _describe(self, revision: Revision) -> dict[str, Any]:
+        live = {entry["key"]: entry for entry in self._call(Inspect(0))["adapters"]}
+        return revision.describe(live.get(revision.key))
+
+    def _call(self, message: RegisterAdapter | RemoveAdapter | Inspect) -> dict[str, Any]:
+        self._calls += 1
+        self._post(with_fields(message, call_id=self._calls))
+        while self._calls not in self._replies:
+            self._step()
+        reply = self._replies.pop(self._calls)
+        if reply.code is not None:
+            raise error_for(ErrorCode(reply.code), reply.message)
+        return reply.body
+
+    # Generation
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        adapters: str | Sequence[str | None] | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer every prompt, in order. Prompts are strings or lists of token ids; one adapter and one
+        `SamplingParams` may stand for all. A refused request raises, and the others are withdrawn.
+        """
+        many = _as_prompts(prompts)
+        names = _each("adapters", adapters, len(many))
+        params = _each("sampling", sampling if sampling is not None else SamplingParams(), len(many))
+        jobs = [
+            self._job(prompt, name, param) for prompt, name, param in zip(many, names, params, strict=True)
+        ]
+        try:
+            outputs = [self._submit(*job) for job in jobs]
+            while any(not job.ended for job in self._open.values()):
+                self._step()
+            for job in self._open.values():
+                if job.error is not None:
+                    raise job.error
+        finally:
+            self._withdraw()
+        return outputs
+
+    def _job(
+        self, prompt: Prompt, name: str | None, params: SamplingParams
+    ) -> tuple[list[int], Revision | None, SamplingParams]:
+        revision = self._catalog.resolve(name) if name is not None else None
+        if isinstance(prompt, str):
+            if self._codec is None:
+                raise CallerError(
+                    ErrorCode.TOKENIZER_MISSING, "the model folder has no tokenizer; give token ids"
+                )
+            return self._codec.encode(prompt), revision, params
+        tokens = [int(token) for token in prompt]
+        for token in tokens:
+            if not 0 <= token < self.vocab_size:
+                raise CallerError(
+                    ErrorCode.TOKEN_OUT_OF_RANGE,
+                    f"token id {token} lies outside the vocabulary of {self.vocab_size}",
+                    param="prompt",
+                )
+        return tokens, revision, params
+
+    def _submit(self, tokens: list[int], revision: Revision | None, params: SamplingParams) -> RequestOutput:
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        stops = params.stop_strings
+        if stops and self._codec is None:
+            raise CallerError(ErrorCode.TOKENIZER_MISSING, "stop strings need a tokenizer", param="stop")
+        output = RequestOutput(tokens, revision.name if revision else None, [])
+        if params.prompt_logprobs is not None:
+            output.prompt_logprobs = [None]
+        for index in range(params.n):
+            self._requests += 1
+            request_id = f"r{self._requests}"
+            sample = Sample(logprobs=[] if params.logprobs is not None else None)
+            output.samples.append(sample)
+            detokenizer = Detokenizer(self._codec, stops) if self._codec is not None else None
+            self._open[request_id] = _Open(output, sample, stops, detokenizer, first=index == 0)
+            only_first = params if index == 0 else replace(params, prompt_logprobs=None)
+            self._post(
+                Submit(
+                    request_id,
+                    np.array(tokens, dtype="<i4").tobytes(),
+                    engine_sampling(only_first, seed, index, self._built.eos_token_ids),
+                    revision.key if revision is not None else None,
+                )
+            )
+        return output
+
+    def _withdraw(self) -> None:
+        """Abort what is still open, so that an error leaves nothing behind."""
+        for request_id, job in self._open.items():
+            if not job.ended:
+                self._post(Abort(request_id))
+        while not self._built.engine.idle or self._mailbox.pending:
+            self._step()
+        self._open.clear()
+
+    def _post(self, message: ToEngine) -> None:
+        self._mailbox.post(message)
+
+    def _step(self) -> None:
+        self._built.engine.step()
+        for message in self._mailbox.take():
+            match message:
+                case Reply():
+                    self._replies[message.call_id] = message
+                case Tokens():
+                    self._take_tokens(message)
+                case Ended():
+                    self._take_end(message)
+
+    def _take_tokens(self, message: Tokens) -> None:
+        job = self._open.get(message.request_id)
+        if job is None or job.ended:
+            return
+        if job.output.prompt_logprobs is not None and job.first:
+            job.output.prompt_logprobs.extend(_as_dict(entry) for entry in message.prompt_logprobs)
+        for index, token in enumerate(message.token_ids):
+            job.sample.token_ids.append(token)
+            if job.sample.logprobs is not None:
+                job.sample.logprobs.append(_as_dict(message.logprobs[index]))
+            if job.detokenizer is None:
+                continue
+            job.sample.text += job.detokenizer.push([token])
+            if job.detokenizer.stopped_at is not None:
+                job.ended, job.sample.finish_reason = True, FinishReason.STOP.value
+                self._post(Finish(message.request_id, len(job.sample.token_ids)))
+                return
+
+    def _take_end(self, message: Ended) -> None:
+        job = self._open.get(message.request_id)
+        if job is None or job.ended:
+            return
+        job.ended = True
+        if message.code is not None:
+            job.error = error_for(ErrorCode(message.code), message.message)
+            return
+        job.sample.finish_reason = message.finish_reason
+        if job.detokenizer is not None:
+            job.sample.text += job.detokenizer.finish()
+
+
+def _as_dict(entry: TokenLogprobs) -> dict[int, float]:
+    return dict(zip(reversed(entry.ids), reversed(entry.values), strict=True))
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, np.integer))):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _each(what: str, value: Any, count: int) -> list[Any]:
+    if value is None or isinstance(value, (str, SamplingParams)):
+        return [value] * count
+    if len(value) != count:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST, f"{len(value)} {what} were given for {count} prompts", param=what
+        )
+    return list(value)

@@ -1,0 +1,154 @@
+"""What `loraplex verify` finds out about an adapter without serving it: everything that a load would.
+
+The same reader, resolver, conversion and digests as a load, so that what passes here is what is served. Specification:
+0x01G (manifest), 0x04D (page demand).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loraplex.artifact.base import BaseModules, BaseTensors
+from loraplex.artifact.convert import to_image
+from loraplex.artifact.load import load_adapter, require_executable
+from loraplex.artifact.manifest import manifest_of
+from loraplex.artifact.record import AdaptedModule, Artifact, Method
+from loraplex.artifact.source import Progress, weight_files
+from loraplex.artifact.tensors import Dtype
+from loraplex.core.errors import LoraplexError
+from loraplex.core.layout import PageGeometry
+from loraplex.identity.digests import BaseAbi
+from loraplex.identity.manifest import AdapterManifest, check_adapter_manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """A verified adapter: artifact, manifest, and what it costs.
+
+    file_bytes: on disk. factor_bytes: elements in the served type, without page tails. host_bytes, device_bytes:
+    pages that the host store and the pool hold.
+    """
+
+    artifact: Artifact
+    manifest: AdapterManifest
+    pages: int
+    page_bytes: int
+    file_bytes: int
+    factor_bytes: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the image's pages in the host store."""
+        return self.pages * self.page_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the pages that the adapter takes from the pool."""
+        return self.pages * self.page_bytes
+
+    def record(self) -> dict[str, Any]:
+        """For `--json`."""
+        artifact, manifest = self.artifact, self.manifest
+        return {
+            "ok": True,
+            "method": artifact.method,
+            "ranks": list(artifact.ranks),
+            "targets": sorted({m.module.name.lower() for m in artifact.modules}),
+            "tensors_applied": artifact.tensors_applied,
+            "tensors_total": artifact.tensors_total,
+            "report": artifact.report,
+            "base_digest": manifest.base_sha256,
+            "artifact_digest": manifest.artifact_sha256,
+            "semantic_digest": manifest.semantic_sha256,
+            "kernel_digest": manifest.kernel_sha256[0],
+            "modules": [_module_record(m) for m in artifact.modules],
+            "tier_bytes": {
+                "file": self.file_bytes,
+                "factors": self.factor_bytes,
+                "host": self.host_bytes,
+                "device": self.device_bytes,
+            },
+            "pages": self.pages,
+            "page_bytes": self.page_bytes,
+            "manifest": msgspec.to_builtins(manifest),
+        }
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        artifact, manifest = self.artifact, self.manifest
+        return [
+            f"{artifact.method}: {artifact.report}",
+            f"base      {manifest.base_sha256}",
+            f"artifact  {manifest.artifact_sha256}",
+            f"semantic  {manifest.semantic_sha256}",
+            f"kernel    {manifest.kernel_sha256[0]}",
+            *(
+                f"  {m.name}: rank {m.rank}, alpha {m.alpha}, scale {m.scale:g} ({m.rule.value}), "
+                f"{m.d_in} -> {m.d_out}"
+                for m in artifact.modules
+            ),
+            f"bytes     file {self.file_bytes}, factors {self.factor_bytes}",
+            f"          host {self.host_bytes}, device {self.device_bytes}",
+            f"pages     {self.pages} of {self.page_bytes} bytes",
+        ]
+
+
+def verify_adapter(
+    path: str | os.PathLike[str],
+    base: BaseModules,
+    base_abi: BaseAbi,
+    geometry: PageGeometry,
+    dtype: Dtype,
+    *,
+    base_tensors: BaseTensors | None = None,
+    supported: Iterable[Method] | None = None,
+    progress: Progress | None = None,
+) -> Verification:
+    """Load, convert and price the adapter in the folder `path`; raises whatever a load would raise.
+
+    geometry, dtype: of the server that would hold it. supported: methods that the operators execute; None checks the
+    files alone.
+    """
+    artifact = load_adapter(path, base, base_tensors, progress)
+    if supported is not None:
+        require_executable(artifact, supported)
+    image = to_image(artifact, geometry, dtype, base_abi.digest, base_tensors)
+    manifest = manifest_of(artifact, base_abi, geometry, dtype)
+    check_adapter_manifest(manifest)
+    return Verification(
+        artifact=artifact,
+        manifest=manifest,
+        pages=len(image.pages),
+        page_bytes=geometry.page_bytes,
+        file_bytes=sum(file.stat().st_size for file in weight_files(Path(path))),
+        factor_bytes=manifest.ledger.shard_bytes[0],
+    )
+
+
+def refusal_record(error: LoraplexError) -> dict[str, Any]:
+    """For `--json` when the adapter is refused."""
+    return {"ok": False, "error": {"code": error.code.value, "message": error.message, "param": error.param}}
+
+
+def _module_record(module: AdaptedModule) -> dict[str, Any]:
+    return {
+        "name": module.name,
+        "target": module.module.name.lower(),
+        "layer": module.layer,
+        "d_in": module.d_in,
+        "d_out": module.d_out,
+        "rank": module.rank,
+        "alpha": module.alpha,
+        "rule": module.rule.value,
+        "scale": module.scale,
+        "tensors": {
+            role.value: {"name": t.name, "dtype": t.dtype.value, "shape": list(t.shape), "sha256": t.sha256}
+            for role, t in sorted(module.tensors.items())
+        },
+    }

@@ -1,0 +1,74 @@
+"""`loraplex bench`: one command for each thing that is measured."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from loraplex.core.errors import CallerError, ErrorCode
+
+bench_app = App(name="bench", help="Measurements beside the peers that are installed.")
+
+
+@bench_app.command
+def decode(
+    model: Path | None = None,
+    /,
+    *,
+    adapter: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    device: Literal["cpu", "cuda"] = "cpu",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    peer: bool = True,
+    repeats: int = 3,
+    json: Path | None = None,
+) -> None:
+    """Tokens per second of base and adapters, beside transformers + PEFT in the same run.
+
+    Parameters
+    ----------
+    model: folder; the demo model when left out.
+    adapter: NAME=FOLDER, may be repeated.
+    device: cpu or cuda.
+    dtype: element type of weights, KV and factors.
+    peer: also measure transformers + PEFT.
+    repeats: timed runs of each row, after one warm-up.
+    json: also write the rows to this file.
+    """
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "passive"
+    )  # read when torch loads: spinning threads starve each other
+    from loraplex.bench.decode import DecodeOptions, as_json, run_decode, table
+
+    if repeats < 1:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID, f"repeats must be at least 1, got {repeats}", param="repeats"
+        )
+    if model is None:
+        from loraplex.model.gguf import ensure_demo_model
+
+        model = ensure_demo_model()
+    options = DecodeOptions(
+        model, tuple(_pair(text) for text in adapter), device=device, dtype=dtype, repeats=repeats, peer=peer
+    )
+    rows = run_decode(options, print)
+    head = ("case", "loraplex tok/s", "transformers+PEFT", "ratio", "of our base")
+    lines = [head, *table(rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+    if json is not None:
+        json.write_text(as_json(options, rows) + "\n", encoding="utf-8")
+
+
+def _pair(text: str) -> tuple[str, Path]:
+    name, equals, folder = text.partition("=")
+    if not name or not equals or not Path(folder).is_dir():
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"--adapter takes NAME=FOLDER with an existing folder, got {text!r}",
+            param="adapter",
+        )
+    return name, Path(folder)

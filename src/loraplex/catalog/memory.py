@@ -1,0 +1,175 @@
+"""Alias -> revision -> artifact, in memory: what a name means now.
+
+Revisions are immutable and numbered per alias from 1; the catalog's generation grows with each publication, and a swap
+names the revision that it expects to replace. Which bytes a revision stands for is its digests; an alias is only a
+name. Not durable: a restart begins with what the command line names.
+
+Specification: 0x01G (catalog identity apart from content), 0x07F (publication by compare-and-set).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from loraplex.core import limits
+from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.runtime.prepare import PreparedAdapter
+
+_ALIAS: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    """One published revision of an alias. generation: the catalog's when it was published."""
+
+    alias: str
+    revision: int
+    generation: int
+    source: str
+    prepared: PreparedAdapter
+
+    @property
+    def name(self) -> str:
+        """`alias@revision`."""
+        return f"{self.alias}@{self.revision}"
+
+    @property
+    def key(self) -> str:
+        """Semantic digest: what the engine calls it."""
+        return self.prepared.identity.semantic
+
+    def describe(self, live: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The adapter's public JSON (DESIGN 5). live: the engine's view of its key, None when it has none."""
+        live = live or {}
+        prepared = self.prepared
+        return {
+            "alias": self.alias,
+            "revision": self.revision,
+            "artifact_digest": prepared.identity.artifact,
+            "semantic_digest": prepared.identity.semantic,
+            "method": prepared.method,
+            "ranks": list(prepared.ranks),
+            "targets": list(prepared.targets),
+            "tensors_applied": prepared.tensors_applied,
+            "tensors_total": prepared.tensors_total,
+            "state": live.get("state", "absent"),
+            "tier_bytes": {
+                "device": prepared.device_bytes if live.get("device_pages") else 0,
+                "host": prepared.host_bytes,
+            },
+            "leases": live.get("leases", 0),
+            "pinned": live.get("pinned", False),
+            "generation": self.generation,
+            "source": self.source,
+        }
+
+
+def check_alias(alias: str) -> str:
+    """The alias, or `invalid_request` with what an alias looks like."""
+    if len(alias) > limits.MAX_ALIAS_CHARS or not _ALIAS.fullmatch(alias):
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"alias {alias[:40]!r} must be 1 to {limits.MAX_ALIAS_CHARS} letters, digits or . _ : / -, "
+            "beginning with a letter or digit",
+            param="alias",
+        )
+    return alias
+
+
+class AdapterCatalog:
+    """Current revision of each alias."""
+
+    def __init__(self, reserved: frozenset[str] = frozenset()) -> None:
+        """reserved: names that no adapter may take (the base model's)."""
+        self.generation = 0
+        self._reserved = reserved
+        self._current: dict[str, Revision] = {}
+        self._last: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[Revision]:
+        return iter(list(self._current.values()))
+
+    def __len__(self) -> int:
+        return len(self._current)
+
+    def get(self, alias: str) -> Revision | None:
+        """Current revision of `alias`, or None."""
+        return self._current.get(alias)
+
+    def check_new(self, alias: str) -> None:
+        """Raise unless `alias` could be added."""
+        check_alias(alias)
+        if alias in self._reserved:
+            raise CallerError(
+                ErrorCode.ADAPTER_EXISTS,
+                f"{alias!r} is the base model's name; choose another alias",
+                param="alias",
+            )
+        if alias in self._current:
+            raise CallerError(
+                ErrorCode.ADAPTER_EXISTS,
+                f"adapter {alias!r} is already registered as revision {self._current[alias].revision}; swap it instead",
+                param="alias",
+            )
+
+    def add(self, alias: str, source: str, prepared: PreparedAdapter) -> Revision:
+        """Publish the first revision of an alias; `adapter_exists` when it has one."""
+        self.check_new(alias)
+        return self._publish(alias, source, prepared)
+
+    def swap(
+        self, alias: str, source: str, prepared: PreparedAdapter, expected: int | None = None
+    ) -> tuple[Revision, Revision]:
+        """Publish a new revision over the current one; returns (old, new).
+
+        expected: the revision that the caller saw; `adapter_revision_conflict` when another one is current.
+        """
+        old = self.current(alias)
+        if expected is not None and old.revision != expected:
+            raise CallerError(
+                ErrorCode.ADAPTER_REVISION_CONFLICT,
+                f"adapter {alias!r} is at revision {old.revision}, the swap expected {expected}",
+            )
+        return old, self._publish(alias, source, prepared)
+
+    def remove(self, alias: str) -> Revision:
+        """Take an alias away; it is unknown at once."""
+        revision = self.current(alias)
+        del self._current[alias]
+        self.generation += 1
+        return revision
+
+    def current(self, alias: str) -> Revision:
+        """Current revision of `alias`; `adapter_not_found` otherwise."""
+        revision = self._current.get(alias)
+        if revision is None:
+            raise CallerError(
+                ErrorCode.ADAPTER_NOT_FOUND, f"adapter {alias!r} is not registered", param="alias"
+            )
+        return revision
+
+    def resolve(self, name: str) -> Revision:
+        """What `alias` or `alias@revision` means now; `model_not_found` otherwise."""
+        alias, at, number = name.partition("@")
+        revision = self._current.get(alias)
+        if revision is None or (at and number != str(revision.revision)):
+            known = f"; its current revision is {revision.revision}" if revision is not None else ""
+            raise CallerError(
+                ErrorCode.MODEL_NOT_FOUND, f"model {name!r} does not exist{known}", param="model"
+            )
+        return revision
+
+    def shares(self, key: str) -> bool:
+        """Whether any alias still stands for the semantic digest `key`."""
+        return any(revision.key == key for revision in self._current.values())
+
+    def _publish(self, alias: str, source: str, prepared: PreparedAdapter) -> Revision:
+        self.generation += 1
+        number = self._last.get(alias, 0) + 1
+        self._last[alias] = number
+        revision = Revision(alias, number, self.generation, source, prepared)
+        self._current[alias] = revision
+        return revision

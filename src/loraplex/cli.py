@@ -1,0 +1,264 @@
+"""The command line: the only place that wires everything. Heavy libraries are imported inside the commands.
+
+Owns what is printed for people and the exit status: 0 done, 1 our fault or no capacity, 2 the caller's to mend.
+Specification: DESIGN 5 "Command line".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from loraplex import __version__
+from loraplex.bench.commands import bench_app
+from loraplex.config import DEFAULT_DRAIN_S, ServeConfig, parse_adapter
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, Root
+from loraplex.server.remote import RemoteServer
+
+app = App(
+    name="loraplex",
+    help="Serves many LoRA adapters from one resident base model.",
+    version=__version__,
+    help_format="plaintext",
+)
+adapters_app = App(name="adapters", help="Adapters of a running server.")
+app.command(adapters_app)
+app.command(bench_app)
+
+
+def _unsupported(option: str, seen: object) -> CallerError:
+    return CallerError(
+        ErrorCode.UNSUPPORTED_OPTION,
+        f"{option} {seen} is not implemented yet; leave it out",
+        param=option.lstrip("-"),
+    )
+
+
+@app.command
+def serve(
+    model: Annotated[str | None, Parameter(help="Model folder or GGUF file.")] = None,
+    *,
+    demo: Annotated[
+        bool, Parameter(negative="", help="Serve the demo model, SmolLM2-135M-Instruct.")
+    ] = False,
+    adapter: Annotated[
+        tuple[str, ...], Parameter(negative="", help="NAME=FOLDER: serve the adapter in FOLDER as NAME.")
+    ] = (),
+    adapter_dir: Annotated[
+        tuple[str, ...],
+        Parameter(
+            negative="", help="Serve each adapter folder in it; the only place that clients may load from."
+        ),
+    ] = (),
+    host: Annotated[str, Parameter(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="Port to listen on.")] = 8000,
+    device: Annotated[Literal["cpu", "cuda"], Parameter(help="Where the model runs.")] = "cpu",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Parameter(help="Type of weights and cache; auto is bfloat16 where the hardware multiplies it."),
+    ] = "auto",
+    pool_gb: Annotated[float | None, Parameter(help="Page pool for KV and adapters, in GiB.")] = None,
+    max_model_len: Annotated[int | None, Parameter(help="Positions of one request at most.")] = None,
+    tensor_parallel: Annotated[int, Parameter(help="Devices that share the model; 1 for now.")] = 1,
+    policy: Annotated[str, Parameter(help="Scheduling policy; fcfs for now.")] = "fcfs",
+    api_key_file: Annotated[str | None, Parameter(help="File of key hashes, tenants and roles.")] = None,
+    expose_without_keys: Annotated[
+        bool, Parameter(negative="", help="Listen beyond loopback although there are no keys.")
+    ] = False,
+    catalog: Annotated[str | None, Parameter(help="Catalog URL; in memory for now.")] = None,
+    load_format: Annotated[
+        Literal["auto", "dummy"], Parameter(help="dummy: random weights, only config.json is read.")
+    ] = "auto",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Parameter(help="What is logged, to standard error.")
+    ] = "info",
+    log_json: Annotated[bool, Parameter(negative="", help="Log one JSON object a line.")] = False,
+    drain_s: Annotated[
+        float, Parameter(help="Seconds that open requests may take after SIGTERM.")
+    ] = DEFAULT_DRAIN_S,
+) -> int:
+    """Serve a base model and its adapters over HTTP."""
+    if tensor_parallel != 1:
+        raise _unsupported("--tensor-parallel", tensor_parallel)
+    if policy != "fcfs":
+        raise _unsupported("--policy", policy)
+    if catalog is not None:
+        raise _unsupported("--catalog", catalog)
+    config = ServeConfig(
+        model=model,
+        demo=demo,
+        adapters=tuple(parse_adapter(text) for text in adapter),
+        adapter_dirs=adapter_dir,
+        host=host,
+        port=port,
+        device=device,
+        dtype=dtype,
+        pool_gb=pool_gb,
+        max_model_len=max_model_len,
+        load_format=load_format,
+        api_key_file=api_key_file,
+        expose_without_keys=expose_without_keys,
+        log_level=log_level,
+        log_json=log_json,
+        drain_s=drain_s,
+    )
+    return run_server(config)
+
+
+def run_server(config: ServeConfig) -> int:
+    """Everything of `serve` after the command line: logging, model folder, private folder, the server's life."""
+    from loraplex.model.store import cache_root
+    from loraplex.runtime.model_folder import resolve_model
+    from loraplex.runtime.workdir import private_folder
+    from loraplex.server.announce import Announcer
+    from loraplex.server.app import create_app
+    from loraplex.server.logs import configure_logging
+    from loraplex.server.run import serve as serve_until_told
+
+    configure_logging(config.log_level, as_json=config.log_json)
+    folder, base_name = resolve_model(config)
+    with private_folder(cache_root() / "run") as images:
+        return asyncio.run(serve_until_told(config, folder, base_name, images, create_app, Announcer(config)))
+
+
+Url = Annotated[str, Parameter(name="--url", env_var="LORAPLEX_URL", help="Where the server is.")]
+Key = Annotated[str | None, Parameter(name="--api-key", env_var="LORAPLEX_API_KEY", help="Key to present.")]
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print the server's JSON.")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@adapters_app.command(name="list")
+def list_adapters(*, url: Url = DEFAULT_URL, api_key: Key = None, as_json: AsJson = False) -> None:
+    """List adapters, their revisions and where they are."""
+    adapters = RemoteServer(url, api_key).adapters()
+    if as_json:
+        print(json.dumps(adapters, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        "alias", "revision", "method", "ranks", "state", "leases", "device", "semantic digest", box=None
+    )
+    for item in adapters:
+        ranks = "/".join(map(str, item["ranks"])) or "-"
+        size = f"{item['tier_bytes']['device'] / 1024:,.0f} KiB"
+        row = (item["alias"], item["revision"], item["method"], ranks, item["state"], item["leases"], size)
+        table.add_row(*map(str, row), item["semantic_digest"][:12])
+    Console(highlight=False).print(table if adapters else "no adapters")
+
+
+@adapters_app.command
+def show(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
+    """Show one adapter as JSON."""
+    print(json.dumps(RemoteServer(url, api_key).adapter(alias), indent=2))
+
+
+@adapters_app.command
+def add(alias: str, source: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
+    """Register the adapter in the folder SOURCE under a new ALIAS."""
+    _print_applied(RemoteServer(url, api_key).add(alias, _absolute(source)))
+
+
+@adapters_app.command
+def swap(
+    alias: str,
+    source: str,
+    /,
+    *,
+    expected: Annotated[int | None, Parameter(help="Replace only this revision.")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+) -> None:
+    """Publish the adapter in SOURCE as a new revision of ALIAS; requests under way finish on the old one."""
+    _print_applied(RemoteServer(url, api_key).swap(alias, _absolute(source), expected))
+
+
+@adapters_app.command
+def remove(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
+    """Take ALIAS away."""
+    RemoteServer(url, api_key).remove(alias)
+    print(f"{alias} is removed")
+
+
+def _print_applied(item: dict[str, Any]) -> None:
+    applied = f"{item['tensors_applied']} of {item['tensors_total']} tensors applied"
+    print(f"{item['alias']}@{item['revision']}: {applied}, {item['semantic_digest'][:12]}, {item['state']}")
+
+
+@app.command
+def verify(
+    adapter: Path,
+    /,
+    *,
+    base: Path,
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
+    page_tokens: int = 16,
+    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+) -> int:
+    """Read an adapter as a server would, and print what it is or why it is refused.
+
+    Parameters
+    ----------
+    adapter: PEFT folder.
+    base: folder of the base model.
+    dtype: element type that the server would use.
+    page_tokens: positions in a page, which sets the page's size.
+    as_json: print JSON.
+    """
+    from loraplex.artifact.checkpoint import CheckpointTensors
+    from loraplex.artifact.tensors import Dtype
+    from loraplex.artifact.verify import refusal_record, verify_adapter
+    from loraplex.core.layout import Geometry, PageGeometry
+    from loraplex.model.spec import spec_from_config
+    from loraplex.runtime.base import base_identity, base_modules, hash_weights, read_config
+    from loraplex.runtime.prepare import EXECUTABLE
+
+    element = Dtype(dtype)
+    try:
+        spec = spec_from_config(read_config(base))
+        modules = base_modules(spec)
+        page_bytes = spec.kv_shape(element.itemsize, page_tokens).page_bytes
+        found = verify_adapter(
+            adapter,
+            modules,
+            base_identity(spec, modules, hash_weights(base)),
+            PageGeometry(Geometry.RANK_ROWS, element.itemsize, row_page_bytes=page_bytes),
+            element,
+            base_tensors=CheckpointTensors(base, modules),
+            supported=EXECUTABLE,
+        )
+    except LoraplexError as error:
+        if not as_json:
+            raise
+        print(json.dumps(refusal_record(error), indent=2))
+        return 2
+    print(json.dumps(found.record(), indent=2) if as_json else "\n".join(found.lines()))
+    return 0
+
+
+def _absolute(source: str) -> str:
+    """A local path as the server sees it; the server has another working folder."""
+    return source if "://" in source else str(Path(source).absolute())
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Entry of the `loraplex` command. words: instead of the process's own."""
+    try:
+        status = app(sys.argv[1:] if words is None else words)
+    except LoraplexError as error:
+        print(f"loraplex: {error.message} [{error.code.value}]", file=sys.stderr)
+        logging.getLogger(__name__).debug("refused", exc_info=True)
+        sys.exit(2 if error.root is Root.CALLER else 1)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

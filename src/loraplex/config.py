@@ -1,0 +1,149 @@
+"""Configuration, parsed once. Options are what a user can decide; everything else is derived or a limit."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import msgspec
+
+from loraplex.core.errors import CallerError, ErrorCode
+
+DEVICES = ("cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+BACKENDS = ("inline", "process")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine: model, device and sizes. None: derived from the model and the machine.
+
+    model: folder with config.json. images_dir: where verified adapter images lie. pool_gb: size of the page pool in
+    GiB. page_tokens: positions in a KV page. pipeline_depth: 0 or 1. backend: the model runs in the engine's process,
+    or in one of its own that gets only packed plans. plan_log: file that receives every packed plan. scrub: fill freed
+    pages with 0xFF (tests).
+    """
+
+    model: str
+    images_dir: str
+    device: str = "cpu"
+    dtype: str = "auto"
+    pool_gb: float | None = None
+    max_model_len: int | None = None
+    max_requests: int = 256
+    token_budget: int | None = None
+    pipeline_depth: int = 1
+    page_tokens: int = 16
+    load_format: str = "auto"
+    backend: str = "inline"
+    plan_log: str | None = None
+    scrub: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("device", self.device, DEVICES)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
+        _one_of("backend", self.backend, BACKENDS)
+        if self.pool_gb is not None and not 0 < self.pool_gb < 1 << 20:
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID, f"pool_gb must be above 0, got {self.pool_gb}", param="pool_gb"
+            )
+        for name in ("max_model_len", "max_requests", "token_budget", "page_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise CallerError(
+                    ErrorCode.CONFIG_INVALID, f"{name} must be at least 1, got {value}", param=name
+                )
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID, f"{name} must be one of {', '.join(choices)}, got {value!r}", param=name
+        )
+
+
+LOOPBACK_NAMES = ("localhost",)
+LOG_LEVELS = ("debug", "info", "warning", "error")
+DEFAULT_DRAIN_S = 30.0
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `loraplex serve` was asked for. `engine` makes the engine's part of it.
+
+    model: folder or GGUF file; None with demo. adapters: (alias, source). adapter_dirs: folders whose subfolders are
+    registered, and the only places that remote callers may load from. api_key_file: without one, only loopback.
+    expose_without_keys: listen elsewhere all the same. drain_s: how long open requests may go on after SIGTERM.
+    """
+
+    model: str | None = None
+    demo: bool = False
+    adapters: tuple[tuple[str, str], ...] = ()
+    adapter_dirs: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    device: str = "cpu"
+    dtype: str = "auto"
+    pool_gb: float | None = None
+    max_model_len: int | None = None
+    load_format: str = "auto"
+    api_key_file: str | None = None
+    expose_without_keys: bool = False
+    log_level: str = "info"
+    log_json: bool = False
+    drain_s: float = DEFAULT_DRAIN_S
+
+    def __post_init__(self) -> None:
+        if self.demo == (self.model is not None):
+            raise _invalid("model", "give a model folder or --demo, one of them")
+        _one_of("log_level", self.log_level, LOG_LEVELS)
+        if not 1 <= self.port <= 65535:
+            raise _invalid("port", f"port must be from 1 to 65535, got {self.port}")
+        if not 0 <= self.drain_s < 86400:
+            raise _invalid(
+                "drain_s", f"drain_s must be at least 0 seconds and below a day, got {self.drain_s}"
+            )
+        names = [alias for alias, _ in self.adapters]
+        for alias in names:
+            if names.count(alias) > 1:
+                raise _invalid("adapter", f"adapter {alias!r} is given {names.count(alias)} times")
+        if self.api_key_file is None and not self.expose_without_keys and not is_loopback(self.host):
+            raise _invalid(
+                "host",
+                f"without keys the server listens on loopback only, not on {self.host}; "
+                "give --api-key-file, or --expose-without-keys to serve anybody who can reach it",
+            )
+        self.engine("model", "images")  # refuses what an engine would refuse, before anything is started
+
+    def engine(self, folder: str, images_dir: str) -> EngineConfig:
+        """Configuration of the engine over the model in `folder`."""
+        return EngineConfig(
+            model=folder,
+            images_dir=images_dir,
+            device=self.device,
+            dtype=self.dtype,
+            pool_gb=self.pool_gb,
+            max_model_len=self.max_model_len,
+            load_format=self.load_format,
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is reached from this host only."""
+    if host in LOOPBACK_NAMES:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def parse_adapter(text: str) -> tuple[str, str]:
+    """`NAME=SOURCE` of the command line."""
+    alias, equals, source = text.partition("=")
+    if not alias or not equals or not source:
+        raise _invalid("adapter", f"--adapter takes NAME=SOURCE, got {text!r}")
+    return alias, source
+
+
+def _invalid(param: str, message: str) -> CallerError:
+    return CallerError(ErrorCode.CONFIG_INVALID, message, param=param)

@@ -1,0 +1,126 @@
+"""The decoder: one forward pass over packed rows of many requests, in any mixture of phases and adapters.
+
+One dense projection serves all rows; the adapter branch adds to it through `AdapterOps`; attention appends to the
+page pool and reads it through an `AttentionBatch`. Owns no state between steps and knows nothing of requests.
+
+Specification: 0x02 (one base projection, many adapter projections), 0x03D (one dense projection, two attention paths).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from loraplex.core.ids import Module
+from loraplex.model.attention.interface import AttentionBatch
+from loraplex.model.linear import Linear
+from loraplex.model.rope import RopeTable, rotate_
+from loraplex.model.spec import DecoderSpec
+from loraplex.model.weights import DecoderWeights, LayerWeights
+from loraplex.ops.interface import AdapterOps, RowSet
+
+_QKV = (Module.Q, Module.K, Module.V)
+_GATE_UP = (Module.GATE, Module.UP)
+
+
+class Decoder:
+    """Weights and specification of one base model, ready to run steps. positions: longest context served."""
+
+    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, positions: int) -> None:
+        self.spec = spec
+        self.weights = weights
+        self._rope = RopeTable(spec.rope, spec.head_dim, positions, weights.dtype, weights.device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        adapters: AdapterOps,
+        logit_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits of the rows asked for.
+
+        tokens, positions: int64 [T]; logit_rows: int64 [L], rows whose logits are wanted. Returns float32 [L, vocab].
+        """
+        hidden = F.embedding(tokens, self.weights.embed)
+        if adapters.active:
+            adapters.embed(hidden, tokens)
+        cos, sin = self._rope.gather(positions)
+        for index, layer in enumerate(self.weights.layers):
+            x = self._norm(hidden, layer.input_norm)
+            hidden += self._attend(index, layer, x, cos, sin, attention, adapters)
+            x = self._norm(hidden, layer.post_norm)
+            hidden += self._feed_forward(index, layer, x, adapters)
+        return self._logits(hidden, adapters, logit_rows)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMS norm over the hidden dimension, accumulated in float32."""
+        return F.rms_norm(x, weight.shape, weight, self.spec.rms_eps)
+
+    def _attend(
+        self,
+        index: int,
+        layer: LayerWeights,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: AttentionBatch,
+        adapters: AdapterOps,
+    ) -> torch.Tensor:
+        spec = self.spec
+        sizes = (spec.q_size, spec.kv_size, spec.kv_size)
+        qkv = _project(x, layer.qkv, index, _QKV, sizes, adapters)
+        heads = qkv.view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        qk = heads[:, : spec.heads + spec.kv_heads]
+        if layer.qk_norm is not None:
+            qk.copy_(F.rms_norm(qk, (spec.head_dim,), None, spec.rms_eps).mul_(layer.qk_norm))
+        rotate_(qk, cos, sin)
+        out = attention.run(
+            index, qk[:, : spec.heads], qk[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :]
+        )
+        out = out.reshape(x.shape[0], spec.q_size)
+        return _project(out, layer.o, index, (Module.O,), (spec.hidden_size,), adapters)
+
+    def _feed_forward(
+        self, index: int, layer: LayerWeights, x: torch.Tensor, adapters: AdapterOps
+    ) -> torch.Tensor:
+        inner = self.spec.intermediate_size
+        both = _project(x, layer.gate_up, index, _GATE_UP, (inner, inner), adapters)
+        active = F.silu(both[:, :inner]).mul_(both[:, inner:])
+        return _project(active, layer.down, index, (Module.DOWN,), (self.spec.hidden_size,), adapters)
+
+    def _logits(self, hidden: torch.Tensor, adapters: AdapterOps, logit_rows: torch.Tensor) -> torch.Tensor:
+        if logit_rows.numel() == 0:
+            return torch.empty((0, self.spec.vocab_size), dtype=torch.float32, device=hidden.device)
+        x = self._norm(hidden[logit_rows], self.weights.final_norm)
+        y = self.weights.lm_head(x)
+        if adapters.active:
+            adapters.apply(y, x, 0, (Module.LM_HEAD,), RowSet.LOGIT)
+        return y.float()
+
+
+def _project(
+    x: torch.Tensor,
+    projection: Linear,
+    layer: int,
+    modules: tuple[Module, ...],
+    sizes: tuple[int, ...],
+    adapters: AdapterOps,
+) -> torch.Tensor:
+    """y = g * ((x * h) W^T + b + s (x A^T) B^T) + c for modules that share an input; one GEMM unless an h splits them.
+
+    The projection's own bias b lies inside the parentheses for every row; an adapter's c is relative to that.
+    """
+    if not adapters.active:
+        return projection(x)
+    inputs = [adapters.scale_input(x, layer, module) for module in modules] if adapters.scales_input else [x]
+    if len(inputs) == 1:
+        y = projection(inputs[0])
+    elif all(scaled is x for scaled in inputs):
+        y = projection(x)
+    else:
+        y = torch.cat([projection(h).split(sizes, dim=1)[i] for i, h in enumerate(inputs)], dim=1)
+    adapters.apply(y, x, layer, modules)
+    return y

@@ -1,0 +1,124 @@
+"""The backend's mirror of request state: incarnation, frontier generation, KV length and page table of each slot.
+
+A plan names what it expects of each slot; whatever differs refuses the whole plan before anything runs. Changes are a
+transaction: `step` applies a plan's opens and page deltas, checks the plan against the outcome, and either the step
+succeeds and the frontiers move, or every mirror is as it was. Never chooses a page or a slot.
+
+Specification: 0x01G (generations are a vector), 0x06E; DESIGN 4 "Frontiers and depth".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.packed import I32
+from loraplex.core.plan import BatchPlan
+from loraplex.core.plan_check import PlanBounds
+
+I64 = npt.NDArray[np.int64]
+
+UNKNOWN: Final = -1
+
+
+class RequestMirrors:
+    """Arrays over request slots. pages [slots, entries]: page table, 0 where there is no page.
+
+    kv: positions that hold KV; `UNKNOWN` after an open, until the first rows say where they begin (a prefix hit
+    starts behind its shared pages).
+    """
+
+    def __init__(self, bounds: PlanBounds, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self.incarnation = np.zeros(bounds.max_requests, dtype=np.int32)
+        self.frontier = np.zeros(bounds.max_requests, dtype=np.int32)
+        self.kv = np.full(bounds.max_requests, UNKNOWN, dtype=np.int32)
+        self.pages = np.zeros((bounds.max_requests, bounds.max_pages_per_request), dtype=np.int32)
+
+    @contextmanager
+    def step(self, plan: BatchPlan) -> Iterator[I32]:
+        """The page-table rows [R, entries] of the plan's requests; the body runs the plan.
+
+        Raises `stale_request_generation`, `stale_kv_frontier` or `plan_page_table` where plan and mirrors disagree. An
+        exception, from here or from the body, leaves the mirrors as they were.
+        """
+        touched = np.unique(np.concatenate([plan.opens[:, 0], plan.page_deltas[:, 0]]))
+        saved = [
+            (array, array[touched].copy()) for array in (self.incarnation, self.frontier, self.kv, self.pages)
+        ]
+        try:
+            self._apply(plan)
+            self._check(plan)
+            tables = self.pages[plan.requests[:, 0]]
+            self._check_pages(plan, tables)
+            yield tables
+        except BaseException:
+            for array, values in saved:
+                array[touched] = values
+            raise
+        slots = plan.requests[:, 0]
+        self.frontier[slots] += 1
+        self.kv[slots] = plan.requests[:, 4] + plan.requests[:, 5]
+
+    def _apply(self, plan: BatchPlan) -> None:
+        opened = plan.opens[:, 0]
+        self.incarnation[opened] = plan.opens[:, 1]
+        self.frontier[opened] = 0
+        self.kv[opened] = UNKNOWN
+        self.pages[opened] = 0
+        self.pages[plan.page_deltas[:, 0], plan.page_deltas[:, 1]] = plan.page_deltas[:, 2]
+
+    def _check(self, plan: BatchPlan) -> None:
+        slots = plan.requests[:, 0]
+        expected = (
+            ("incarnation", self.incarnation[slots], plan.requests[:, 1], ErrorCode.STALE_REQUEST_GENERATION),
+            ("frontier generation", self.frontier[slots], plan.requests[:, 6], ErrorCode.STALE_KV_FRONTIER),
+            (
+                "KV length",
+                np.where(self.kv[slots] == UNKNOWN, plan.requests[:, 4], self.kv[slots]),
+                plan.requests[:, 4],
+                ErrorCode.STALE_KV_FRONTIER,
+            ),
+        )
+        for name, current, planned, code in expected:
+            wrong = np.flatnonzero(current != planned)
+            if wrong.size:
+                at = int(wrong[0])
+                raise InternalFault(
+                    code,
+                    f"request slot {int(slots[at])} has {name} {int(current[at])}, plan says {int(planned[at])}",
+                )
+
+    def _check_pages(self, plan: BatchPlan, tables: I32) -> None:
+        """Every position up to a request's last row has a page, and every written page has one writer."""
+        code = ErrorCode.PLAN_PAGE_TABLE
+        start = plan.requests[:, 4]
+        end = start + plan.requests[:, 5]
+        needed = -(-end // self.page_tokens)
+        if needed.size and int(needed.max()) > tables.shape[1]:
+            raise InternalFault(
+                code, f"{int(end.max())} positions exceed a page table of {tables.shape[1]} entries"
+            )
+        entry = np.arange(tables.shape[1])[None, :]
+        used = entry < needed[:, None]
+        lacking = np.flatnonzero((used & (tables == 0)).any(axis=1))
+        if lacking.size:
+            slot = int(plan.requests[lacking[0], 0])
+            raise InternalFault(
+                code, f"request slot {slot} lacks a page for one of its {int(end[lacking[0]])} positions"
+            )
+        written = tables[used & (entry >= (start // self.page_tokens)[:, None])]
+        if np.unique(written).size != written.size:
+            raise InternalFault(code, "two requests write to one page")
+        foreign = np.concatenate(
+            [plan.copy_pages, plan.scrub_pages[~np.isin(plan.scrub_pages, plan.page_deltas[:, 2])]]
+        )
+        if foreign.size and np.isin(tables[used], foreign).any():
+            raise InternalFault(
+                code, "a page that this step copies to or scrubs holds KV of one of its requests"
+            )

@@ -1,0 +1,116 @@
+"""Adapters on this device, as plans tell: copy an image's pages, publish, retire. Decides nothing.
+
+Order inside a plan: publications, retirements, scrubs, copies. Each is idempotent by (slot, generation), because a plan
+that failed gives its deltas back and a later one carries them again. A copy that cannot be made (image not there,
+tables that disagree with the model, bytes that differ) is reported as not intact and leaves its slot empty; it never
+fails the step.
+
+Specification: 0x04E (reserve, copy, validate, then publish), 0x05E; DESIGN 4 "Residency".
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from loraplex.core.errors import ErrorCode, InternalFault, LoraplexError
+from loraplex.core.packed import I32
+from loraplex.core.plan import COPY_DIGEST_WORDS, BatchPlan
+from loraplex.core.ports import ImageSource
+from loraplex.ops.table import AdapterTable
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """One copy of a plan. checksums: int64 [pages] of the device's bytes, None when the copy could not be made."""
+
+    slot: int
+    generation: int
+    checksums: torch.Tensor | None
+    expected: torch.Tensor
+
+
+class Residents:
+    """Adapter slots of one device over `table`; `images` is where host bytes come from."""
+
+    def __init__(self, table: AdapterTable, images: ImageSource) -> None:
+        self._table, self._images = table, images
+        self._held: dict[int, int] = {}
+        self._retired: dict[int, int] = {}
+
+    def check(self, plan: BatchPlan) -> None:
+        """Refuse a plan whose adapter slots are not what it expects; raises `stale_slot_generation`. Changes nothing."""
+        held, published = dict(self._held), self._table.published.copy()
+        for slot, generation in plan.publishes.tolist():
+            if published[slot] != generation and (held.get(slot) != generation or published[slot] != 0):
+                raise _stale(slot, f"holds generation {held.get(slot, 0)}; the plan publishes {generation}")
+            published[slot] = generation
+        for slot, generation in plan.retires.tolist():
+            if held.get(slot) == generation:
+                del held[slot]
+                published[slot] = 0
+            elif self._retired.get(slot, 0) < generation:
+                raise _stale(slot, f"holds generation {held.get(slot, 0)}; the plan retires {generation}")
+        for slot, generation in plan.copies[:, COPY_DIGEST_WORDS : COPY_DIGEST_WORDS + 2].tolist():
+            if published[slot]:
+                raise _stale(
+                    slot, f"is published with generation {published[slot]}; the plan copies {generation}"
+                )
+        slots, generations = plan.requests[:, 2], plan.requests[:, 3]
+        wrong = np.flatnonzero((slots > 0) & ((published[slots] != generations) | (generations == 0)))
+        if wrong.size:
+            slot = int(slots[wrong[0]])
+            raise _stale(
+                slot, f"has published {published[slot]}; a request expects {int(generations[wrong[0]])}"
+            )
+
+    def apply(self, plan: BatchPlan) -> list[Copied]:
+        """Carry out what `check` accepted."""
+        for slot, generation in plan.publishes.tolist():
+            if self._table.published[slot] != generation:
+                self._table.publish(slot, generation)
+        for slot, generation in plan.retires.tolist():
+            if self._held.get(slot) == generation:
+                self._table.retire(slot, generation)
+                del self._held[slot]
+                self._retired[slot] = generation
+        if plan.scrub_pages.size:
+            scrubbed = torch.from_numpy(plan.scrub_pages.astype(np.int64)).to(self._table.pool.device)
+            self._table.pool.index_fill_(0, scrubbed, 0xFF)
+        copied: list[Copied] = []
+        offset = 0
+        for row in plan.copies:
+            slot, generation, count = row[COPY_DIGEST_WORDS:].tolist()
+            pages = plan.copy_pages[offset : offset + count]
+            offset += count
+            copied.append(
+                self._copy(row[:COPY_DIGEST_WORDS].astype("<i4").tobytes().hex(), slot, generation, pages)
+            )
+        return copied
+
+    def drop(self, slot: int, generation: int) -> None:
+        """Forget a copy that arrived damaged, unless the slot has moved on."""
+        if self._held.get(slot) == generation and not self._table.published[slot]:
+            self._table.retire(slot, generation)
+            del self._held[slot]
+
+    def _copy(self, digest: str, slot: int, generation: int, pages: I32) -> Copied:
+        try:
+            image = self._images.open(digest)
+            self._table.install(slot, image, pages)
+        except LoraplexError as error:
+            _log.warning("adapter image %s was not copied to slot %d: %s", digest[:12], slot, error)
+            return Copied(slot, generation, None, torch.empty(0, dtype=torch.int64))
+        self._held[slot] = generation
+        for page, source in zip(pages.tolist(), image.pages, strict=True):
+            self._table.copy_page(page, source)
+        return Copied(slot, generation, self._table.checksums(pages), torch.tensor(image.checksums))
+
+
+def _stale(slot: int, what: str) -> InternalFault:
+    return InternalFault(ErrorCode.STALE_SLOT_GENERATION, f"adapter slot {slot} {what}")

@@ -1,0 +1,274 @@
+"""Chooses tokens on the device: bias, penalties, temperature, truncation, and Gumbel noise keyed by (seed; position, id).
+
+Owns sampling state per request slot (parameters, bias, token counts). Never decides who samples: the plan's sample
+rows do. What a row draws depends on its own logits, parameters and position alone, in any batch and on any device.
+
+Order of operations: logit bias; repetition penalty (prompt and output); frequency and presence (output); temperature;
+min_p; top_k; top_p; draw. Greedy takes the highest logit after the penalties, ties to the lowest id. Only rows that
+ask for a feature pay for it. Specification: 0x03E; DESIGN 4 "Sampling".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.packed import I32, bits_float
+from loraplex.core.plan import OPEN_COLUMNS
+from loraplex.model.penalties import TokenCounts
+from loraplex.model.philox import token_noise, vocabulary_noise
+from loraplex.model.sampler_cpu import OPTIONS, CompiledSampling
+from loraplex.model.truncate import candidates
+
+I64 = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+_COLUMN = {name: index for index, name in enumerate(OPEN_COLUMNS)}
+_FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+_LOGPROB_ROWS = 64
+"""Rows of log probabilities computed at a time: bounds the temporaries to a few of [64, V]."""
+
+
+_Draw = Callable[[torch.Tensor, I64, I64, I64], torch.Tensor]
+"""(logits, rows of logits, request slots, positions) -> tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bias:
+    ids: torch.Tensor
+    values: torch.Tensor
+
+
+class Sampler:
+    """Sampling for request slots 0 to max_requests - 1. Ids from `sampled_vocab` on are never drawn.
+
+    vocab_size: V, columns of the logits. compiled: use the compiled functions where the device has them; they give the
+    same tokens as the torch code here, up to scores that tie within float32 rounding. Raises `plan_malformed` for
+    arrays that contradict each other.
+    """
+
+    def __init__(
+        self,
+        max_requests: int,
+        vocab_size: int,
+        sampled_vocab: int,
+        device: torch.device,
+        *,
+        compiled: bool = True,
+    ) -> None:
+        if not 0 < sampled_vocab <= vocab_size:
+            raise InternalFault(
+                ErrorCode.PLAN_MALFORMED,
+                f"{sampled_vocab} sampled ids do not fit a vocabulary of {vocab_size}",
+            )
+        self._vocab = vocab_size
+        self._sampled = sampled_vocab
+        self._device = device
+        self._values = {name: np.zeros(max_requests, dtype=np.float32) for name in _FLOATS}
+        self._top_k = np.zeros(max_requests, dtype=np.int64)
+        self._seeds = np.zeros((max_requests, 2), dtype=np.int64)
+        self._bias: dict[int, _Bias] = {}
+        self._has_bias = np.zeros(max_requests, dtype=np.bool_)
+        self._penalised = np.zeros(max_requests, dtype=np.bool_)
+        self._truncated = np.zeros(max_requests, dtype=np.bool_)
+        self._compiled = CompiledSampling.find(device) if compiled else None
+        self.counts = TokenCounts(max_requests, vocab_size, device, self._compiled)
+
+    def open(self, opens: I32, open_bias: I32, open_history: I32) -> None:
+        """Start request slots over, from the plan's arrays of these names (columns `OPEN_COLUMNS`)."""
+        if opens.size == 0:
+            return
+        slots = opens[:, _COLUMN["slot"]]
+        bias_ends = np.cumsum(opens[:, _COLUMN["bias"]])
+        history_ends = np.cumsum(opens[:, _COLUMN["history"]])
+        if slots.min() < 0 or slots.max() >= self._top_k.size:
+            raise InternalFault(
+                ErrorCode.PLAN_MALFORMED, f"request slots run to {self._top_k.size - 1}, got {slots.tolist()}"
+            )
+        if bias_ends[-1] != len(open_bias) or history_ends[-1] != open_history.size:
+            raise InternalFault(
+                ErrorCode.PLAN_MALFORMED,
+                f"opens name {int(bias_ends[-1])} biases and {int(history_ends[-1])} tokens of history, the plan has "
+                f"{len(open_bias)} and {open_history.size}",
+            )
+        for name in _FLOATS:
+            self._values[name][slots] = bits_float(opens[:, _COLUMN[name]])
+        self._top_k[slots] = opens[:, _COLUMN["top_k"]]
+        self._seeds[slots, 0] = opens[:, _COLUMN["seed_low"]]
+        self._seeds[slots, 1] = opens[:, _COLUMN["seed_high"]]
+        values = self._values
+        self._penalised[slots] = (
+            (values["repetition"] != 1.0) | (values["presence"] != 0.0) | (values["frequency"] != 0.0)
+        )[slots]
+        self._truncated[slots] = ((values["min_p"] > 0.0) | (values["top_p"] < 1.0) | (self._top_k > 0))[
+            slots
+        ]
+        for row, slot in enumerate(slots.tolist()):
+            count = int(opens[row, _COLUMN["bias"]])
+            self._set_bias(slot, open_bias[bias_ends[row] - count : bias_ends[row]])
+            if self._penalised[slot]:
+                length = int(opens[row, _COLUMN["history"]])
+                history = open_history[history_ends[row] - length : history_ends[row]]
+                self.counts.open(slot, history, int(opens[row, _COLUMN["prompt_tokens"]]))
+            else:
+                self.counts.close(slot)
+
+    def sample(self, logits: torch.Tensor, logit_index: I32, slots: I32, positions: I32) -> torch.Tensor:
+        """One token for each sample, int64 [S] on the device; counts move on.
+
+        logits: float32 [L, V], never changed. logit_index, slots, positions: int32 [S] on the host: row of logits,
+        request slot, position of the token that is drawn.
+        """
+        own = slots.astype(np.int64)
+        greedy = self._values["temperature"][own] == 0.0
+        adjusted = self._penalised[own] | self._has_bias[own]
+        if logits.dtype is not torch.float32 or logits.dim() != 2 or logits.shape[1] != self._vocab:
+            raise InternalFault(
+                ErrorCode.PLAN_MALFORMED,
+                f"logits must be float32 [rows, {self._vocab}], got {logits.dtype} {tuple(logits.shape)}",
+            )
+        index = logit_index.astype(np.int64)
+        if greedy.all() and not adjusted.any() and _is_identity(index, logits.shape[0]):
+            return torch.argmax(logits[:, : self._sampled], dim=1)
+        if adjusted.any():
+            logits = logits.index_select(0, self._ids(index))
+            index = np.arange(own.size, dtype=np.int64)
+            self._adjust(logits[:, : self._sampled], own)
+        tokens = torch.empty(own.size, dtype=torch.int64, device=self._device)
+        for rows, draw in self._routes(greedy, own):
+            if rows.any():
+                target = self._ids(np.flatnonzero(rows))
+                tokens[target] = draw(logits, index[rows], own[rows], positions[rows].astype(np.int64))
+        counted = self._penalised[own]
+        if counted.any():
+            self.counts.add(own[counted], tokens[self._ids(np.flatnonzero(counted))])
+        return tokens
+
+    def top_logprobs(
+        self, logits: torch.Tensor, logit_index: I32, chosen: torch.Tensor, top: I32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log probabilities of raw logits: ids int64 and values float32, both [n, 1 + max(top)].
+
+        chosen: int64 [n] on the device, first in each row; then the `top[i]` best ids below `sampled_vocab`, ties to
+        the lowest id. Entries of row i after 1 + top[i] mean nothing. top: int32 [n] on the host, each >= 0.
+        """
+        width = min(int(top.max(initial=0)), self._sampled)
+        ids = torch.empty((logit_index.size, 1 + width), dtype=torch.int64, device=self._device)
+        values = torch.empty((logit_index.size, 1 + width), dtype=torch.float32, device=self._device)
+        index = self._ids(logit_index)
+        for lo in range(0, logit_index.size, _LOGPROB_ROWS):
+            part = slice(lo, lo + _LOGPROB_ROWS)
+            rows = logits.index_select(0, index[part])
+            ids[part, 0] = chosen[part]
+            if width and self._compiled is not None:
+                ids[part, 1:] = self._compiled.best(rows, self._sampled, width)
+            elif width:
+                ids[part, 1:] = best_ids(rows[:, : self._sampled], width)
+            total = torch.logsumexp(rows, dim=1, keepdim=True)
+            values[part] = rows.gather(1, ids[part]) - total
+        return ids, values
+
+    def _set_bias(self, slot: int, entries: I32) -> None:
+        self._has_bias[slot] = len(entries) > 0
+        self._bias.pop(slot, None)
+        if len(entries) == 0:
+            return
+        ids = entries[:, 0]
+        if ids.min() < 0 or ids.max() >= self._vocab:
+            raise InternalFault(
+                ErrorCode.PLAN_MALFORMED,
+                f"a logit bias of request slot {slot} leaves the vocabulary of {self._vocab} tokens",
+            )
+        inside = ids < self._sampled
+        values = torch.from_numpy(bits_float(entries[:, 1])[inside].copy()).to(self._device)
+        self._bias[slot] = _Bias(self._ids(ids[inside]), values)
+
+    def _adjust(self, work: torch.Tensor, slots: I64) -> None:
+        """Bias, then penalties, in place."""
+        for row in np.flatnonzero(self._has_bias[slots]).tolist():
+            bias = self._bias[int(slots[row])]
+            work[row].index_add_(0, bias.ids, bias.values)
+        rows = np.flatnonzero(self._penalised[slots])
+        if rows.size:
+            own = slots[rows]
+            penalties = np.stack(
+                [self._values[n][own] for n in ("repetition", "presence", "frequency")], axis=1
+            )
+            self.counts.penalise(work, rows, own, penalties)
+
+    def _routes(self, greedy: Bools, slots: I64) -> tuple[tuple[Bools, _Draw], ...]:
+        """Which rows are drawn how."""
+        if self._compiled is not None:
+            return (greedy, self._greedy), (~greedy, self._draw_compiled)
+        truncated = self._truncated[slots]
+        return (
+            (greedy, self._greedy),
+            (~greedy & ~truncated, self._draw_full),
+            (~greedy & truncated, self._draw_truncated),
+        )
+
+    def _greedy(self, logits: torch.Tensor, index: I64, slots: I64, positions: I64) -> torch.Tensor:
+        return torch.argmax(self._rows(logits, index), dim=1)
+
+    def _draw_full(self, logits: torch.Tensor, index: I64, slots: I64, positions: I64) -> torch.Tensor:
+        noise = vocabulary_noise(self._seed_rows(slots), self._ids(positions), self._sampled)
+        return torch.argmax(noise.add_(self._scaled(self._rows(logits, index), slots)), dim=1)
+
+    def _draw_truncated(self, logits: torch.Tensor, index: I64, slots: I64, positions: I64) -> torch.Tensor:
+        values, ids = candidates(
+            self._scaled(self._rows(logits, index), slots),
+            self._column("min_p", slots),
+            self._ids(self._top_k[slots]).unsqueeze(1),
+            self._column("top_p", slots),
+        )
+        noise = token_noise(self._seed_rows(slots), self._ids(positions), ids)
+        best = torch.argmax(values + noise, dim=1, keepdim=True)
+        return ids.gather(1, best).squeeze(1)
+
+    def _draw_compiled(self, logits: torch.Tensor, index: I64, slots: I64, positions: I64) -> torch.Tensor:
+        if self._compiled is None:
+            raise InternalFault(ErrorCode.INTERNAL, "compiled sampling was chosen where there is none")
+        options = np.empty(slots.size, dtype=OPTIONS)
+        for name in ("temperature", "min_p", "top_p"):
+            options[name] = self._values[name][slots]
+        options["top_k"] = self._top_k[slots]
+        options["seed_low"], options["seed_high"] = self._seeds[slots].T
+        options["position"] = positions
+        return self._compiled.draw(logits, np.ascontiguousarray(index), self._sampled, options)
+
+    def _rows(self, logits: torch.Tensor, index: I64) -> torch.Tensor:
+        return logits.index_select(0, self._ids(index))[:, : self._sampled]
+
+    def _scaled(self, work: torch.Tensor, slots: I64) -> torch.Tensor:
+        """Logits over temperature with the maximum at 0, so that a tiny temperature cannot overflow."""
+        return (work - work.amax(dim=1, keepdim=True)).div_(self._column("temperature", slots))
+
+    def _column(self, name: str, slots: I64) -> torch.Tensor:
+        return torch.from_numpy(self._values[name][slots]).to(self._device).unsqueeze(1)
+
+    def _seed_rows(self, slots: I64) -> torch.Tensor:
+        return torch.from_numpy(self._seeds[slots]).to(self._device)
+
+    def _ids(self, values: npt.NDArray[np.signedinteger]) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+
+
+def best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` best columns of each row, best first, ties to the lowest id. float32 [n, V] -> int64 [n, count]."""
+    vocab = logits.shape[1]
+    # Order-preserving integers: adding 0.0 turns -0.0 into 0.0; the low half makes equal logits differ by id.
+    bits = (logits + 0.0).view(torch.int32).to(torch.int64)
+    ordered = torch.where(bits >= 0, bits, -(bits & 0x7FFF_FFFF))
+    reverse = torch.arange(vocab - 1, -1, -1, dtype=torch.int64, device=logits.device)
+    keys = (ordered << 32) + reverse
+    best = torch.topk(keys, count, dim=1).values
+    return vocab - 1 - (best & 0xFFFF_FFFF)
+
+
+def _is_identity(index: I64, rows: int) -> bool:
+    return index.size == rows and bool((index == np.arange(rows)).all())

@@ -1,0 +1,1 @@
+"""The compiled CPU kernel: its source, its build, and the loaded library."""

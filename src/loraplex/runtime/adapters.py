@@ -1,0 +1,250 @@
+"""Adapters by name: prepare, register with the engine, publish, swap, retire.
+
+Order is what matters here. A name is published only after the engine has its adapter; the old one is retired only after
+the name points elsewhere and no request of this process is bound to it; a failure before publication leaves everything
+as it was. Two names may share one artifact, which leaves the engine with the last of them.
+
+Never reads adapter files itself (the preparation does) and never touches pages.
+
+Specification: 0x07F (swap by compare-and-set), 0x07H (leases), DESIGN 4 "Leases".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from loraplex.catalog.memory import AdapterCatalog, Revision
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
+from loraplex.core.messages import Inspect, RegisterAdapter, RemoveAdapter
+from loraplex.runtime.prepare import PreparedAdapter
+
+Prepare = Callable[[str], Awaitable[PreparedAdapter]]
+
+
+class EngineCalls(Protocol):
+    """The part of an engine client that adapter administration uses."""
+
+    async def call(self, message: RegisterAdapter | RemoveAdapter | Inspect) -> dict[str, Any]:
+        """Send a call and wait for its reply; the client numbers it. Raises the typed error of the reply."""
+        ...
+
+
+def local_source(source: str, roots: Sequence[str | os.PathLike[str]]) -> str:
+    """The folder behind a source that a remote caller named, links followed, if it lies in an allowed root.
+
+    Raises `adapter_source_forbidden` otherwise, without saying whether the path exists.
+    """
+    path = Path(source)
+    if "://" in source:
+        raise CallerError(
+            ErrorCode.UNSUPPORTED_OPTION,
+            f"source {source!r} is not a local folder; give its path",
+            param="source",
+        )
+    real = Path(os.path.realpath(path)) if "\0" not in source else path
+    inside = any(real.is_relative_to(os.path.realpath(root)) for root in roots)
+    if not path.is_absolute() or ".." in path.parts or "\0" in source or not inside:
+        raise CallerError(
+            ErrorCode.ADAPTER_SOURCE_FORBIDDEN,
+            f"source {source!r} must be an absolute path without '..' that resolves into a folder given as --adapter-dir",
+            param="source",
+        )
+    return str(real)
+
+
+class AdapterService:
+    """What names mean now, kept in step with the engine. Its methods are called from one event loop."""
+
+    def __init__(self, engine: EngineCalls, catalog: AdapterCatalog, prepare: Prepare) -> None:
+        self._engine = engine
+        self._catalog = catalog
+        self._prepare = prepare
+        self._change = asyncio.Lock()
+        self._registered: set[str] = set()
+        self._bound: Counter[str] = Counter()
+        self._retiring: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
+        self.retire_failures: dict[str, LoraplexError] = {}
+
+    def __iter__(self) -> Iterator[Revision]:
+        return iter(self._catalog)
+
+    @property
+    def generation(self) -> int:
+        """The catalog's generation."""
+        return self._catalog.generation
+
+    def resolve(self, name: str) -> Revision:
+        """What `alias` or `alias@revision` means now; `model_not_found` otherwise."""
+        return self._catalog.resolve(name)
+
+    def current(self, alias: str) -> Revision:
+        """Current revision of an alias; `adapter_not_found` otherwise."""
+        return self._catalog.current(alias)
+
+    @contextmanager
+    def bind(self, name: str) -> Iterator[Revision]:
+        """Resolve once and hold: the revision stays registered with the engine until the context ends."""
+        revision = self._catalog.resolve(name)
+        self._bound[revision.key] += 1
+        try:
+            yield revision
+        finally:
+            self._bound[revision.key] -= 1
+            if not self._bound[revision.key]:
+                del self._bound[revision.key]
+                if revision.key in self._retiring:
+                    self._retiring[revision.key][1].set()
+
+    async def add(self, alias: str, source: str) -> Revision:
+        """Publish the first revision of a new alias; `adapter_exists` when it has one."""
+        self._catalog.check_new(alias)
+        prepared = await self._prepare(source)
+        async with self._change:
+            self._catalog.check_new(alias)
+            await self._register(prepared)
+            return self._catalog.add(alias, source, prepared)
+
+    async def swap(self, alias: str, source: str, expected: int | None = None) -> Revision:
+        """Publish a new revision of an alias. expected: the revision to replace; another one is a conflict."""
+        self._check_expected(alias, expected)
+        prepared = await self._prepare(source)
+        async with self._change:
+            return await self._swap(alias, source, prepared, expected)
+
+    async def put(self, alias: str, source: str, expected: int | None = None) -> Revision:
+        """`add` a new alias, `swap` a known one; with `expected`, only a known one."""
+        if self._catalog.get(alias) is None and expected is None:
+            self._catalog.check_new(alias)
+        else:
+            self._check_expected(alias, expected)
+        prepared = await self._prepare(source)
+        async with self._change:
+            if self._catalog.get(alias) is not None or expected is not None:
+                return await self._swap(alias, source, prepared, expected)
+            await self._register(prepared)
+            return self._catalog.add(alias, source, prepared)
+
+    async def remove(self, alias: str) -> Revision:
+        """Take an alias away. It is unknown at once; its adapter leaves the engine when nothing uses it any more."""
+        async with self._change:
+            revision = self._catalog.remove(alias)
+            self._retire_later(revision.key)
+            return revision
+
+    async def restore(self) -> dict[str, LoraplexError]:
+        """Register everything with a restarted engine. Returns what could not be, by alias."""
+        failed: dict[str, LoraplexError] = {}
+        async with self._change:
+            self._registered.clear()
+            for revision in self._catalog:
+                try:
+                    await self._register(revision.prepared)
+                except LoraplexError as error:
+                    failed[revision.alias] = error
+        return failed
+
+    async def describe(self, alias: str) -> dict[str, Any]:
+        """One adapter with the engine's view of it (DESIGN 5)."""
+        revision = self._catalog.current(alias)
+        return describe(revision, await self._engine.call(Inspect(0)))
+
+    async def describe_all(self) -> list[dict[str, Any]]:
+        """Every adapter, by alias."""
+        figures = await self._engine.call(Inspect(0))
+        return [describe(revision, figures) for revision in sorted(self._catalog, key=lambda r: r.alias)]
+
+    async def settled(self) -> None:
+        """Wait until nothing is on its way out of the engine."""
+        while self._retiring:
+            await asyncio.gather(*(task for task, _ in self._retiring.values()))
+
+    async def close(self) -> None:
+        """Give up waiting for adapters on their way out."""
+        tasks = [task for task, _ in self._retiring.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _check_expected(self, alias: str, expected: int | None) -> None:
+        current = self._catalog.current(alias)
+        if expected is not None and current.revision != expected:
+            raise CallerError(
+                ErrorCode.ADAPTER_REVISION_CONFLICT,
+                f"adapter {alias!r} is at revision {current.revision}, the swap expected {expected}",
+                param="expected_revision",
+            )
+
+    async def _swap(
+        self, alias: str, source: str, prepared: PreparedAdapter, expected: int | None
+    ) -> Revision:
+        self._check_expected(alias, expected)
+        await self._register(prepared)
+        old, new = self._catalog.swap(alias, source, prepared, expected)
+        self._retire_later(old.key)
+        return new
+
+    async def _register(self, prepared: PreparedAdapter) -> None:
+        key = prepared.identity.semantic
+        if key not in self._registered:
+            await self._engine.call(prepared.register)
+            self._registered.add(key)
+
+    def _retire_later(self, key: str) -> None:
+        if self._catalog.shares(key) or key in self._retiring:
+            return
+        unbound = asyncio.Event()
+        if not self._bound[key]:
+            unbound.set()
+        self._retiring[key] = (asyncio.create_task(self._retire(key, unbound)), unbound)
+
+    async def _retire(self, key: str, unbound: asyncio.Event) -> None:
+        """Remove `key` from the engine once nothing is bound to it, unless a name has taken it up again."""
+        try:
+            while True:
+                await unbound.wait()
+                async with self._change:
+                    if self._catalog.shares(key) or key not in self._registered:
+                        return
+                    if not self._bound[key]:
+                        self._registered.discard(key)
+                        break
+                    unbound.clear()
+            # Sent before anything else can run, so a later registration of the same key comes after it.
+            await self._engine.call(RemoveAdapter(0, key))
+        except LoraplexError as error:
+            self.retire_failures[key] = error
+        finally:
+            del self._retiring[key]
+
+
+def describe(revision: Revision, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """An adapter's public JSON. figures: the engine's reply to `Inspect`; it may hold an entry on its way out."""
+    entries = [entry for entry in figures["adapters"] if entry["key"] == revision.key]
+    entry: Mapping[str, Any] = next((e for e in entries if not e["removing"]), {})
+    prepared = revision.prepared
+    return {
+        "alias": revision.alias,
+        "revision": revision.revision,
+        "artifact_digest": prepared.identity.artifact,
+        "semantic_digest": prepared.identity.semantic,
+        "method": prepared.method,
+        "ranks": list(prepared.ranks),
+        "targets": list(prepared.targets),
+        "tensors_applied": prepared.tensors_applied,
+        "tensors_total": prepared.tensors_total,
+        "state": entry.get("state", "absent"),
+        "tier_bytes": {
+            "device": entry.get("device_pages", 0) * figures["pages"]["page_bytes"],
+            "host": prepared.host_bytes,
+        },
+        "leases": entry.get("leases", 0),
+        "pinned": entry.get("pinned", False),
+        "generation": revision.generation,
+        "source": revision.source,
+    }

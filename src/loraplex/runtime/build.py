@@ -1,0 +1,191 @@
+"""Wires one engine: base description, weights, pool, backend, control plane. The only place that knows both towers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from loraplex.artifact.tensors import Dtype
+from loraplex.config import EngineConfig
+from loraplex.core import limits
+from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.ports import Backend, Clock, EventSink, Mailbox
+from loraplex.engine.config import EngineLimits
+from loraplex.engine.step import Engine
+from loraplex.runtime.base import BaseModel, describe_base, read_config
+from loraplex.runtime.images import ImageStore
+from loraplex.runtime.text import load_tokenizer
+from loraplex.runtime.worker import PlanLog, ProcessBackend
+
+DEFAULT_POOL_GB_CPU: Final = 1.0
+DEFAULT_MODEL_LEN_CPU: Final = 8192
+GIB: Final = 1 << 30
+
+
+@dataclass(slots=True)
+class BuiltEngine:
+    """An engine ready to step. notes: sentences for a person about what was derived."""
+
+    engine: Engine
+    base: BaseModel
+    limits: EngineLimits
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    notes: list[str] = field(default_factory=list)
+    close: Callable[[], None] = lambda: None
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What clients need to know, as plain values."""
+        return {
+            "base_abi": self.base.abi,
+            "dtype": self.dtype,
+            "vocab_size": self.base.spec.vocab_size,
+            "max_model_len": self.limits.max_model_len,
+            "eos_token_ids": list(self.eos_token_ids),
+            "page_tokens": self.limits.kv.page_tokens,
+            "num_pages": self.limits.num_pages,
+            "page_bytes": self.limits.kv.page_bytes,
+            "notes": self.notes,
+        }
+
+
+def build_engine(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> BuiltEngine:
+    """Load the model and make an engine over it. Raises a typed error for what cannot be served."""
+    name, sentence = _dtype(config)
+    base = describe_model(config)
+    sizes = engine_limits(config, base)
+    backend, close = make_backend(config, base, sizes)
+    engine = Engine(sizes, backend, mailbox, clock, events)
+    return BuiltEngine(engine, base, sizes, name, eos_ids(Path(config.model)), [sentence], close)
+
+
+def describe_model(config: EngineConfig) -> BaseModel:
+    """The base that the configuration names, under the element type that the device can use."""
+    name, _ = _dtype(config)
+    return describe_base(
+        Path(config.model), Dtype(name), config.page_tokens, dummy=config.load_format == "dummy"
+    )
+
+
+def _dtype(config: EngineConfig) -> tuple[str, str]:
+    """Name of the element type, and a sentence on why it was chosen."""
+    import torch
+
+    from loraplex.model.dtypes import resolve_dtype
+
+    dtype, sentence = resolve_dtype(config.dtype, torch.device(config.device))
+    return str(dtype).removeprefix("torch."), sentence
+
+
+def make_backend(
+    config: EngineConfig, base: BaseModel, sizes: EngineLimits
+) -> tuple[Backend, Callable[[], None]]:
+    """The backend that the configuration names, and what lets go of it."""
+    if config.backend == "process":
+        worker = ProcessBackend(config)
+        backend: Backend = worker
+        close: Callable[[], None] = worker.close
+    else:
+        backend, close = make_runner(config, base, sizes), _nothing
+    if config.plan_log is None:
+        return backend, close
+    log = PlanLog(Path(config.plan_log), backend)
+
+    def close_both() -> None:
+        log.close()
+        close()
+
+    return log, close_both
+
+
+def _nothing() -> None:
+    """What there is to let go of a runner in this process."""
+
+
+def make_runner(config: EngineConfig, base: BaseModel, sizes: EngineLimits) -> Backend:
+    """Weights, pool and runner in this process. With `scrub`, the pool starts poisoned."""
+    import torch
+
+    from loraplex.model.decoder import Decoder
+    from loraplex.model.runner import ModelRunner, allocate_pool
+    from loraplex.model.weights import dummy_weights, load_weights
+
+    folder, device = Path(config.model), torch.device(config.device)
+    dtype = getattr(torch, base.dtype.value)
+    if config.load_format == "dummy":
+        weights = dummy_weights(base.spec, dtype, device)
+    else:
+        weights = load_weights(folder, base.spec, dtype, device)
+    decoder = Decoder(base.spec, weights, sizes.max_model_len)
+    pool = allocate_pool(sizes.num_pages, sizes.kv.page_bytes, device, poison=config.scrub)
+    return ModelRunner(
+        decoder,
+        sizes.kv,
+        sizes.bounds,
+        ImageStore(Path(config.images_dir)),
+        sampled_vocab=sampled_vocab(folder, base),
+        pool=pool,
+    )
+
+
+def engine_limits(config: EngineConfig, base: BaseModel) -> EngineLimits:
+    """Sizes of an engine, derived where the configuration leaves them open."""
+    kv, on_cpu = base.kv, config.device == "cpu"
+    pool_gb = config.pool_gb if config.pool_gb is not None else DEFAULT_POOL_GB_CPU
+    pages = int(pool_gb * GIB) // kv.page_bytes
+    if pages < 2:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"a pool of {pool_gb} GiB holds {pages} pages of {kv.page_bytes} bytes; at least 2 are needed",
+            param="pool_gb",
+        )
+    longest = base.spec.max_positions
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"max_model_len {config.max_model_len} exceeds the model's context of {longest}",
+            param="max_model_len",
+        )
+    length = config.max_model_len or (min(longest, DEFAULT_MODEL_LEN_CPU) if on_cpu else longest)
+    budget = config.token_budget or (limits.TOKEN_BUDGET_CPU if on_cpu else limits.TOKEN_BUDGET_CUDA)
+    return EngineLimits(
+        kv=kv,
+        num_pages=pages,
+        max_requests=config.max_requests,
+        max_model_len=length,
+        token_budget=max(budget, config.max_requests),
+        vocab_size=base.spec.vocab_size,
+        depth=config.pipeline_depth,
+        scrub=config.scrub,
+    )
+
+
+def sampled_vocab(folder: Path, base: BaseModel) -> int:
+    """Ids that may be sampled: those that the tokenizer knows, all where there is none."""
+    codec = load_tokenizer(folder)
+    return base.spec.vocab_size if codec is None else min(codec.vocab_size, base.spec.vocab_size)
+
+
+def eos_ids(folder: Path) -> tuple[int, ...]:
+    """End-of-sequence ids of generation_config.json, else of config.json; empty when neither names one."""
+    path = folder / "generation_config.json"
+    value = None
+    if path.exists():
+        try:
+            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID, f"{path} is not a readable JSON object: {error}"
+            ) from error
+    if value is None:
+        value = read_config(folder).get("eos_token_id")
+    ids = [value] if isinstance(value, int) else list(value or ())
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID, f"eos_token_id must be an integer or a list, got {value!r}"
+        )
+    return tuple(ids)

@@ -1,0 +1,141 @@
+"""The engine's process: builds an engine, steps it until told to end, reports to its parent.
+
+Run as `python -m loraplex.runtime.engine_process` by the supervisor, which sends one `EngineStart` and then reads
+`EngineReport`s. One thread runs Python here.
+
+Specification: DESIGN 4 "Processes".
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from loraplex.config import EngineConfig
+from loraplex.core.errors import ErrorCode, LoraplexError
+from loraplex.core.ports import Clock, EventSink, Mailbox
+from loraplex.runtime.child import ChildGone, Parent
+from loraplex.runtime.clock import MonotonicClock
+from loraplex.runtime.local import NullSink
+from loraplex.runtime.transport import ZmqMailbox
+
+BUILDER = "loraplex.runtime.build:build_engine"
+
+
+class EngineStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an engine process is to do. endpoint: where its mailbox listens. builder: `module:function`."""
+
+    config: EngineConfig
+    endpoint: str
+    builder: str = BUILDER
+    log_level: str = "warning"
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    """The engine steps. info: what clients need to know of it."""
+
+    info: dict[str, Any]
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag=True):
+    """The engine could not be built, or a step broke it. The process exits after this."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+EngineReport = EngineReady | EngineFailed
+
+START_DECODER: Final[msgspec.msgpack.Decoder[EngineStart]] = msgspec.msgpack.Decoder(EngineStart)
+REPORT_DECODER: Final[msgspec.msgpack.Decoder[EngineReport]] = msgspec.msgpack.Decoder(EngineReport)
+
+
+class Stepping(Protocol):
+    """The part of `engine.step.Engine` that its process drives."""
+
+    def step(self, wait: bool = False) -> bool:
+        """One iteration; with `wait`, blocks for a message when there is nothing to do."""
+        ...
+
+
+class Built(Protocol):
+    """What a builder returns."""
+
+    @property
+    def engine(self) -> Stepping:
+        """The engine."""
+        ...
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What clients need to know, as plain values."""
+        ...
+
+    @property
+    def close(self) -> Callable[[], None]:
+        """Lets go of devices and processes."""
+        ...
+
+
+Builder = Callable[[EngineConfig, Mailbox, Clock, EventSink], Built]
+
+
+def load_builder(name: str) -> Builder:
+    """The function that `module:function` names."""
+    module, _, function = name.partition(":")
+    builder: Builder = getattr(importlib.import_module(module), function)
+    return builder
+
+
+def run(parent: Parent, start: EngineStart) -> int:
+    """Build and step until SIGTERM; the process's exit status."""
+    mailbox = ZmqMailbox(start.endpoint)
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        mailbox.wake()
+
+    signal.signal(signal.SIGTERM, end)
+    built: Built | None = None
+    try:
+        built = load_builder(start.builder)(start.config, mailbox, MonotonicClock(), NullSink())
+        parent.send(EngineReady(built.info))
+        while not mailbox.closed:
+            built.engine.step(wait=True)
+    except LoraplexError as error:
+        logging.getLogger(__name__).error("%s", error)
+        parent.send(EngineFailed(error.code.value, error.message, error.param))
+        return 1
+    except Exception as error:
+        logging.getLogger(__name__).exception("the engine's process failed")
+        parent.send(EngineFailed(ErrorCode.INTERNAL.value, f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        if built is not None:
+            built.close()
+        mailbox.close()
+    return 0
+
+
+def main() -> int:
+    """The child's entry."""
+    parent = Parent()
+    try:
+        start = parent.receive(START_DECODER)
+    except ChildGone:
+        return 1
+    logging.basicConfig(
+        level=start.log_level.upper(), stream=sys.stderr, format="%(levelname)s engine %(name)s: %(message)s"
+    )
+    return run(parent, start)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

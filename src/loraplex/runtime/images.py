@@ -1,0 +1,260 @@
+"""The host store of adapter images: one file for each kernel digest, shared by all processes of a server.
+
+A file appears by rename after its bytes are on disk and never changes afterwards, so a reader maps it and a delete
+only unlinks it: maps that are open stay valid. A writer holds a lock on its temporary file, so what a killed writer
+left behind is told from what a living one still writes. Implements `core.ports.ImageSource`.
+
+Layout of a file, little-endian: header of `_HEADER`, SHA-256 of header and tables, modules int32 [n, 4], extents
+int32 [n, 9], checksums int64 [pages], zeros up to a multiple of 4096, pages.
+
+Specification: 0x04A (host tier), 0x05D (verified host source).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.layout import EXTENT_COLUMNS, MODULE_COLUMNS, AdapterImage, page_checksum
+from loraplex.identity.canonical import check_digest
+
+MAGIC: Final = b"lpximg\x00\x01"
+_HEADER: Final = struct.Struct(
+    "<8sIIIIQ32s32s"
+)  # magic, itemsize, modules, extents, pages, page bytes, key, kernel
+_SEAL_BYTES: Final = 32
+_ALIGN: Final = 4096
+_SUFFIX: Final = ".image"
+_TEMPORARY: Final = ".tmp-"
+
+
+def _failed(message: str) -> InternalFault:
+    return InternalFault(ErrorCode.ADAPTER_LOAD_FAILED, message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    itemsize: int
+    modules: int
+    extents: int
+    pages: int
+    page_bytes: int
+    key: str
+    kernel_digest: str
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(
+            MAGIC, self.itemsize, self.modules, self.extents, self.pages, self.page_bytes,
+            bytes.fromhex(self.key), bytes.fromhex(self.kernel_digest),
+        )  # fmt: skip
+
+    @property
+    def tables_bytes(self) -> int:
+        return 4 * (self.modules * MODULE_COLUMNS + self.extents * EXTENT_COLUMNS) + 8 * self.pages
+
+    @property
+    def pages_at(self) -> int:
+        end = _HEADER.size + _SEAL_BYTES + self.tables_bytes
+        return -(-end // _ALIGN) * _ALIGN
+
+    @property
+    def file_bytes(self) -> int:
+        return self.pages_at + self.pages * self.page_bytes
+
+
+class ImageStore:
+    """Images in `directory`, which is created when it is not there. Safe for several processes at once."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._directory = Path(directory)
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._remove_abandoned()
+
+    def put(self, image: AdapterImage) -> Path:
+        """Store `image` durably and return its file. A whole one stays as it is, a damaged one is replaced.
+
+        Raises `adapter_load_failed` when the image contradicts itself or the disk refuses it.
+        """
+        header = _header_of(image)
+        path = self._path(image.kernel_digest)
+        if self._is_whole(image.kernel_digest):
+            return path
+        tables = b"".join(
+            np.ascontiguousarray(table, dtype=dtype).tobytes()
+            for table, dtype in ((image.modules, "<i4"), (image.extents, "<i4"), (image.checksums, "<i8"))
+        )
+        head = header.pack()
+        seal = hashlib.sha256(head + tables).digest()
+        padding = bytes(header.pages_at - len(head) - len(seal) - len(tables))
+        try:
+            with self._temporary() as (fd, temporary):
+                for part in (head, seal, tables, padding, np.ascontiguousarray(image.pages).reshape(-1).data):
+                    _write_all(fd, part)
+                os.fsync(fd)
+                os.replace(temporary, path)
+            _sync_directory(self._directory)
+        except OSError as error:
+            raise _failed(f"image {image.kernel_digest:.16} cannot be stored: {error.strerror}") from error
+        return path
+
+    def open(self, kernel_digest: str) -> AdapterImage:
+        """The image, its arrays mapped read-only. Raises `adapter_load_failed` when it is not there or not whole."""
+        path = self._path(kernel_digest)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            raise _failed(f"image {kernel_digest:.16} is not in the store") from None
+        try:
+            size = os.fstat(fd).st_size
+            if size < _HEADER.size + _SEAL_BYTES:
+                raise _failed(f"image {kernel_digest:.16} has {size} bytes, too few for a header")
+            mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        return _decode(mapped, size, kernel_digest)
+
+    def verify(self, kernel_digest: str) -> AdapterImage:
+        """`open`, and every page against its checksum."""
+        image = self.open(kernel_digest)
+        for page, (got, expected) in enumerate(zip(_checksums(image.pages), image.checksums, strict=True)):
+            if got != expected:
+                raise _failed(f"page {page} of image {kernel_digest:.16} does not have its checksum")
+        return image
+
+    def delete(self, kernel_digest: str) -> bool:
+        """Remove an image; open maps stay valid. Returns whether it was there."""
+        try:
+            self._path(kernel_digest).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def digests(self) -> tuple[str, ...]:
+        """Kernel digests of all stored images, sorted."""
+        return tuple(sorted(path.stem for path in self._directory.glob(f"*{_SUFFIX}")))
+
+    def total_bytes(self) -> int:
+        """Bytes of all stored images."""
+        total = 0
+        for path in self._directory.glob(f"*{_SUFFIX}"):
+            with suppress(FileNotFoundError):  # another process may delete it meanwhile
+                total += path.stat().st_size
+        return total
+
+    def _is_whole(self, kernel_digest: str) -> bool:
+        try:
+            self.verify(kernel_digest)
+        except InternalFault:  # absent or damaged: the caller writes it
+            return False
+        return True
+
+    def _path(self, kernel_digest: str) -> Path:
+        return self._directory / f"{check_digest('kernel_digest', kernel_digest)}{_SUFFIX}"
+
+    @contextmanager
+    def _temporary(self) -> Iterator[tuple[int, Path]]:
+        """A locked temporary file, gone afterwards unless it was renamed."""
+        while True:
+            path = self._directory / f"{_TEMPORARY}{secrets.token_hex(16)}"
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            if _lock(fd) and os.fstat(fd).st_nlink == 1:
+                break
+            os.close(fd)  # another process took it for abandoned between creation and lock
+        try:
+            yield fd, path
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+
+    def _remove_abandoned(self) -> None:
+        """Delete temporary files that nobody holds a lock on: their writer is gone."""
+        for path in self._directory.glob(f"{_TEMPORARY}*"):
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            try:
+                if _lock(fd):
+                    path.unlink(missing_ok=True)
+            finally:
+                os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _write_all(fd: int, part: bytes | memoryview) -> None:
+    view = memoryview(part)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _checksums(pages: npt.NDArray[np.uint8]) -> Iterator[np.int64]:
+    for page in range(len(pages)):
+        yield page_checksum(pages[page : page + 1])[0]
+
+
+def _header_of(image: AdapterImage) -> _Header:
+    pages, page_bytes = image.pages.shape
+    modules, extents = len(image.modules), len(image.extents)
+    if image.modules.shape != (modules, MODULE_COLUMNS) or image.extents.shape != (extents, EXTENT_COLUMNS):
+        raise _failed(f"tables have the shapes {image.modules.shape} and {image.extents.shape}")
+    if image.checksums.shape != (pages,):
+        raise _failed(f"{pages} pages have {image.checksums.shape} checksums")
+    check_digest("key", image.key)
+    return _Header(image.itemsize, modules, extents, pages, page_bytes, image.key, image.kernel_digest)
+
+
+def _decode(mapped: mmap.mmap, size: int, kernel_digest: str) -> AdapterImage:
+    magic, itemsize, modules, extents, pages, page_bytes, key, kernel = _HEADER.unpack_from(mapped)
+    header = _Header(itemsize, modules, extents, pages, page_bytes, key.hex(), kernel.hex())
+    name = f"image {kernel_digest:.16}"
+    if magic != MAGIC:
+        raise _failed(f"{name} starts with {magic!r}, expected {MAGIC!r}")
+    if header.kernel_digest != kernel_digest:
+        raise _failed(f"{name} holds the image {header.kernel_digest:.16}")
+    if header.file_bytes != size:
+        raise _failed(f"{name} has {size} bytes, its header implies {header.file_bytes}")
+    start = _HEADER.size + _SEAL_BYTES
+    tables = mapped[start : start + header.tables_bytes]
+    if hashlib.sha256(mapped[: _HEADER.size] + tables).digest() != mapped[_HEADER.size : start]:
+        raise _failed(f"{name} has tables that do not match their digest")
+    ints = np.frombuffer(tables, dtype="<i4", count=modules * MODULE_COLUMNS + extents * EXTENT_COLUMNS)
+    split = modules * MODULE_COLUMNS
+    return AdapterImage(
+        key=header.key,
+        kernel_digest=kernel_digest,
+        itemsize=itemsize,
+        modules=ints[:split].reshape(modules, MODULE_COLUMNS),
+        extents=ints[split:].reshape(extents, EXTENT_COLUMNS),
+        pages=np.frombuffer(mapped, dtype=np.uint8, count=pages * page_bytes, offset=header.pages_at).reshape(
+            pages, page_bytes
+        ),
+        checksums=np.frombuffer(tables, dtype="<i8", count=pages, offset=4 * ints.size),
+    )

@@ -1,0 +1,82 @@
+"""Adapter preparation in a process of its own, so that reading and hashing never hold up an event loop or a step.
+
+One niced child, spawned on first use; it dies with its parent and leaves the terminal's interrupt to it. A child that
+dies fails the preparation in hand with a typed error and is replaced for the next.
+
+Specification: DESIGN 4 "Loading", "Processes".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.runtime.base import BaseModel
+from loraplex.runtime.images import ImageStore
+from loraplex.runtime.prepare import PreparedAdapter, prepare_adapter
+
+_NICE = 10
+_PR_SET_PDEATHSIG = 1
+
+_base: BaseModel | None = None
+_store: ImageStore | None = None
+
+
+def _begin(base: BaseModel, images_dir: str) -> None:
+    """Runs once in the child: what every preparation needs lies in its globals."""
+    global _base, _store
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    os.nice(_NICE)
+    _base, _store = base, ImageStore(images_dir)
+
+
+def _prepare(path: str) -> PreparedAdapter:
+    if _base is None or _store is None:
+        raise InternalFault(ErrorCode.INTERNAL, "the preparation process was not set up")
+    return prepare_adapter(path, _base, _store)
+
+
+class PreparePool:
+    """Prepares adapters one at a time; callable with a source folder."""
+
+    def __init__(self, base: BaseModel, images_dir: str | os.PathLike[str]) -> None:
+        """images_dir: the image store that the engine reads."""
+        self._base = base
+        self._images_dir = str(Path(images_dir))
+        self._pool: ProcessPoolExecutor | None = None
+
+    async def __call__(self, source: str) -> PreparedAdapter:
+        """`prepare_adapter(source)` in the child. Raises what it raises; `adapter_load_failed` when the child died."""
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(
+                max_workers=1,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_begin,
+                initargs=(self._base, self._images_dir),
+            )
+        pool = self._pool
+        try:
+            return await asyncio.wrap_future(pool.submit(_prepare, source))
+        except BrokenProcessPool as error:
+            if self._pool is pool:
+                self._pool = None
+            pool.shutdown(wait=False)
+            raise InternalFault(
+                ErrorCode.ADAPTER_LOAD_FAILED, f"the process that prepared {source!r} died; try again"
+            ) from error
+
+    def close(self) -> None:
+        """End the child; a preparation in hand is finished first."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None

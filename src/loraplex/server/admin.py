@@ -1,0 +1,147 @@
+"""Models and adapters over HTTP: OpenAI's list, vLLM's two calls, our own, residency, health, readiness, metrics.
+
+Specification: DESIGN 5 "HTTP".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote
+
+from loraplex.catalog.memory import Revision
+from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.messages import Inspect
+from loraplex.runtime.adapters import local_source
+from loraplex.server.metrics import CONTENT_TYPE
+from loraplex.server.routing import Call
+from loraplex.server.wire import LoadLoraAdapter, PutAdapter, UnloadLoraAdapter, decode
+
+ACTIONS = ("pin", "unpin", "prefetch", "revoke")
+
+
+async def health(call: Call) -> None:
+    """The process answers."""
+    await call.exchange.answer({"status": "ok"})
+
+
+async def ready(call: Call) -> None:
+    """Whether requests are taken; 503 with the reason otherwise."""
+    call.service.require_ready()
+    await call.exchange.answer({"status": "ready"})
+
+
+async def metrics(call: Call) -> None:
+    """Prometheus exposition."""
+    service = call.service
+    figures = await service.client.call(Inspect(0)) if service.ready else None
+    await call.exchange.respond(200, call.site.metrics.render(service.ready, figures), CONTENT_TYPE)
+
+
+async def residency(call: Call) -> None:
+    """The engine's figures: pages, requests, and where each adapter is, with the names that stand for it."""
+    call.service.require_ready()
+    figures = await call.service.client.call(Inspect(0))
+    names: dict[str, list[str]] = {}
+    for revision in call.service.adapters:
+        names.setdefault(revision.key, []).append(revision.name)
+    adapters = [{**entry, "names": sorted(names.get(entry["key"], ()))} for entry in figures["adapters"]]
+    await call.exchange.answer(
+        {**figures, "adapters": adapters, "catalog_generation": call.service.adapters.generation}
+    )
+
+
+def _model(call: Call, name: str, revision: Revision | None) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": call.site.created,
+        "owned_by": "loraplex",
+        "root": call.service.base_name if revision is None else revision.source,
+        "parent": None if revision is None else call.service.base_name,
+        "max_model_len": call.service.engine_info.get("max_model_len"),
+    }
+
+
+async def list_models(call: Call) -> None:
+    """The base, then every alias."""
+    revisions = sorted(call.service.adapters, key=lambda revision: revision.alias)
+    models = [_model(call, call.service.base_name, None)]
+    models += [_model(call, revision.alias, revision) for revision in revisions]
+    await call.exchange.answer({"object": "list", "data": models})
+
+
+async def get_model(call: Call) -> None:
+    """One model by base name, alias or alias@revision."""
+    name = unquote(call.rest)
+    revision = None if name == call.service.base_name else call.service.adapters.resolve(name)
+    await call.exchange.answer(_model(call, name, revision))
+
+
+async def list_adapters(call: Call) -> None:
+    """Every adapter."""
+    call.service.require_ready()
+    await call.exchange.answer({"object": "list", "data": await call.service.adapters.describe_all()})
+
+
+async def get_adapter(call: Call) -> None:
+    """One adapter."""
+    alias = unquote(call.rest)
+    call.service.adapters.current(alias)
+    call.service.require_ready()
+    await call.exchange.answer(await call.service.adapters.describe(alias))
+
+
+async def put_adapter(call: Call) -> None:
+    """Register an alias, or swap what it stands for."""
+    call.caller.require_admin()
+    request = decode(await call.exchange.body(), PutAdapter)
+    call.service.require_ready()
+    source = local_source(request.source, call.service.config.adapter_dirs)
+    adapters, alias = call.service.adapters, unquote(call.rest)
+    revision = await adapters.put(alias, source, request.expected_revision)
+    call.exchange.facts["model"] = revision.name
+    await call.exchange.answer(await adapters.describe(alias), 201 if revision.revision == 1 else 200)
+
+
+async def delete_adapter(call: Call) -> None:
+    """Take an alias away."""
+    call.caller.require_admin()
+    call.service.require_ready()
+    revision = await call.service.adapters.remove(unquote(call.rest))
+    await call.exchange.answer({"alias": revision.alias, "revision": revision.revision, "deleted": True})
+
+
+async def adapter_action(call: Call) -> None:
+    """pin, unpin, prefetch, revoke: known by name, not carried out yet."""
+    call.caller.require_admin()
+    alias, _, action = call.rest.rpartition("/")
+    if action not in ACTIONS or not alias:
+        raise CallerError(ErrorCode.NOT_FOUND, f"{call.exchange.path} is not served")
+    call.service.adapters.current(unquote(alias))
+    raise CallerError(
+        ErrorCode.UNSUPPORTED_OPTION, f"{action} is not supported by this server yet", param=action
+    )
+
+
+async def load_lora_adapter(call: Call) -> None:
+    """vLLM's call: register a new name. One that is taken is refused; PUT swaps."""
+    call.caller.require_admin()
+    request = decode(await call.exchange.body(), LoadLoraAdapter)
+    call.service.require_ready()
+    source = local_source(request.lora_path, call.service.config.adapter_dirs)
+    revision = await call.service.adapters.add(request.lora_name, source)
+    call.exchange.facts["model"] = revision.name
+    await _success(call, f"Success: LoRA adapter '{revision.alias}' added successfully.")
+
+
+async def unload_lora_adapter(call: Call) -> None:
+    """vLLM's call: take a name away."""
+    call.caller.require_admin()
+    request = decode(await call.exchange.body(), UnloadLoraAdapter)
+    call.service.require_ready()
+    revision = await call.service.adapters.remove(request.lora_name)
+    await _success(call, f"Success: LoRA adapter '{revision.alias}' removed successfully.")
+
+
+async def _success(call: Call, text: str) -> None:
+    await call.exchange.respond(200, text.encode(), "text/plain; charset=utf-8")

@@ -1,0 +1,151 @@
+"""What the server answers with: OpenAI's response bodies as structs, and the JSON encoding of everything.
+
+Specification: DESIGN 5 "HTTP".
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from loraplex.core.errors import CODES, LoraplexError, Root
+
+LOGPROB_FLOOR: Final = -9999.0
+"""Stands for minus infinity, which JSON cannot write; the value that OpenAI's own service uses."""
+
+_ENCODER: Final = msgspec.json.Encoder()
+_TYPES: Final = {
+    Root.CALLER: "invalid_request_error",
+    Root.CAPACITY: "capacity_error",
+    Root.OURS: "internal_error",
+}
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of a request, all choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """One entry a token; the first prompt token has neither a log probability nor alternatives."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """One sample of a completion, or the part of it that a chunk adds. token_ids: only if asked for."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer, and chunk, of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    system_fingerprint: str
+    usage: Usage | UnsetType | None = UNSET
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """One alternative at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """The token at a position and its alternatives."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Log probabilities in chat's shape."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(msgspec.Struct, frozen=True):
+    """The whole answer of one choice."""
+
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What a chunk adds to a choice."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample of a chat answer (`message`), or what a chunk adds to it (`delta`)."""
+
+    index: int
+    message: AssistantMessage | UnsetType = UNSET
+    delta: Delta | UnsetType = UNSET
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer, and chunk, of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    system_fingerprint: str
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+def encode(value: Any) -> bytes:
+    """Compact JSON. Numbers that JSON cannot write must not reach this."""
+    return _ENCODER.encode(value)
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _ENCODER.encode(value) + b"\n\n"
+
+
+DONE: Final = b"data: [DONE]\n\n"
+
+
+def error_body(error: LoraplexError) -> dict[str, Any]:
+    """The JSON of a typed error."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": _TYPES[CODES[error.code].root],
+            "param": error.param,
+            "code": error.code.value,
+        }
+    }

@@ -1,0 +1,177 @@
+"""The ASGI application: routes, keys, errors, one access line a request.
+
+A plain ASGI callable: a table of routes is all that is needed, and a disconnect must end the work at once, which
+frameworks leave to the handler. Never touches the engine's state.
+
+Specification: DESIGN 5 "HTTP".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from loraplex.core.errors import CallerError, ErrorCode, InternalFault, LoraplexError
+from loraplex.server import admin
+from loraplex.server.answers import DONE, error_body, event
+from loraplex.server.auth import Caller, read_keys
+from loraplex.server.chat import chat_completions
+from loraplex.server.completions import completions
+from loraplex.server.generate import Generation
+from loraplex.server.http import Disconnected, Exchange
+from loraplex.server.listen import AsgiApp, Receive, Send
+from loraplex.server.logs import fields
+from loraplex.server.metrics import outcome_of
+from loraplex.server.openapi import openapi
+from loraplex.server.routing import Call, Handler, Site
+from loraplex.server.service import Service
+
+_access: Final = logging.getLogger("loraplex.access")
+_log: Final = logging.getLogger(__name__)
+_NS: Final = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path, or a prefix that ends in a name (`{alias}`, whatever follows). open: served without a key."""
+
+    method: str
+    path: str
+    handler: Handler
+    open: bool = False
+
+    @property
+    def prefix(self) -> str | None:
+        """What a path begins with whose rest is a name; None for a fixed path."""
+        head, brace, _ = self.path.partition("{")
+        return head if brace else None
+
+
+async def _describe(call: Call) -> None:
+    """This description."""
+    rows = [(r.method, r.path, (r.handler.__doc__ or "").partition("\n")[0]) for r in ROUTES]
+    await call.exchange.answer(openapi(rows))
+
+
+ROUTES: Final = (
+    Route("POST", "/v1/completions", completions),
+    Route("POST", "/v1/chat/completions", chat_completions),
+    Route("GET", "/v1/models", admin.list_models),
+    Route("GET", "/v1/models/{model}", admin.get_model),
+    Route("GET", "/v1/adapters", admin.list_adapters),
+    Route("GET", "/v1/adapters/{alias}", admin.get_adapter),
+    Route("PUT", "/v1/adapters/{alias}", admin.put_adapter),
+    Route("DELETE", "/v1/adapters/{alias}", admin.delete_adapter),
+    Route("POST", "/v1/adapters/{alias}/{action}", admin.adapter_action),
+    Route("POST", "/v1/load_lora_adapter", admin.load_lora_adapter),
+    Route("POST", "/v1/unload_lora_adapter", admin.unload_lora_adapter),
+    Route("GET", "/v1/residency", admin.residency),
+    Route("GET", "/health", admin.health, open=True),
+    Route("GET", "/ready", admin.ready, open=True),
+    Route("GET", "/metrics", admin.metrics, open=True),
+    Route("GET", "/openapi.json", _describe, open=True),
+)
+
+
+def find_route(method: str, raw_path: str) -> tuple[Route, str]:
+    """The route and the rest of the path. Raises `not_found` and `method_not_allowed`."""
+    others: list[str] = []
+    for route in ROUTES:
+        prefix = route.prefix
+        if prefix is None:
+            hit = raw_path == route.path
+        else:
+            hit = raw_path.startswith(prefix) and len(raw_path) > len(prefix)
+        if hit and route.method == method:
+            return route, raw_path[len(prefix or route.path) :]
+        if hit:
+            others.append(route.method)
+    if others:
+        raise CallerError(
+            ErrorCode.METHOD_NOT_ALLOWED,
+            f"{raw_path} is called with {', '.join(sorted(set(others)))}, not {method}",
+        )
+    raise CallerError(ErrorCode.NOT_FOUND, f"{raw_path} is not served; see /openapi.json")
+
+
+def create_app(service: Service) -> AsgiApp:
+    """The application over a server's parts. Reads the key file; raises `config_invalid` when it cannot be used."""
+    site = Site(service, read_keys(service.config.api_key_file))
+
+    async def app(scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await _exchange(site, Exchange(scope, receive, send))
+
+    return app
+
+
+async def _exchange(site: Site, exchange: Exchange) -> None:
+    """One request from its first byte to its access line."""
+    begun = site.service.clock.now_ns()
+    error: LoraplexError | None = None
+    caller = Caller()
+    try:
+        route, rest = find_route(exchange.method, exchange.raw_path)
+        if not route.open:
+            caller = site.keys.identify(exchange.header("authorization"))
+        await route.handler(Call(site, exchange, caller, rest))
+    except Disconnected:
+        exchange.facts["outcome"] = "aborted"
+    except LoraplexError as caught:
+        error = caught
+    except Exception as caught:  # noqa: BLE001 - the last line of defence; it is logged and typed
+        _log.exception("a request failed unexpectedly", extra=fields(request_id=exchange.request_id))
+        error = InternalFault(
+            ErrorCode.INTERNAL, f"the server failed on this request ({type(caught).__name__}); see its log"
+        )
+    if error is not None:
+        exchange.facts.update(outcome=outcome_of(error), code=error.code.value)
+        await _report(exchange, error)
+    _account(site, exchange, caller, begun)
+
+
+async def _report(exchange: Exchange, error: LoraplexError) -> None:
+    if not exchange.started:
+        await exchange.refuse(error)
+        return
+    await exchange.write(event(error_body(error)) + DONE)
+    await exchange.end()
+
+
+def _account(site: Site, exchange: Exchange, caller: Caller, begun_ns: int) -> None:
+    """Metrics of a generation, and the access line. Prompts and outputs are in neither."""
+    facts: Mapping[str, Any] = exchange.facts
+    now = site.service.clock.now_ns()
+    generation: Generation | None = facts.get("generation")
+    outcome = facts.get("outcome", "ok")
+    first_s = None
+    if exchange.path in ("/v1/completions", "/v1/chat/completions"):
+        metrics = site.metrics
+        metrics.requests.labels(exchange.path.removeprefix("/v1/").replace("/", "_"), outcome).inc()
+        metrics.duration.observe((now - begun_ns) / _NS)
+        if generation is not None:
+            metrics.prompt_tokens.inc(generation.prompt_tokens)
+            metrics.output_tokens.inc(generation.output_tokens)
+            if generation.first_token_ns:
+                first_s = (generation.first_token_ns - begun_ns) / _NS
+                metrics.ttft.observe(first_s)
+    _access.info(
+        "request",
+        extra=fields(
+            request_id=exchange.request_id,
+            method=exchange.method,
+            path=exchange.path,
+            status=exchange.status,
+            outcome=outcome,
+            code=facts.get("code"),
+            tenant=caller.tenant,
+            model=facts.get("model"),
+            stream=facts.get("stream"),
+            prompt_tokens=None if generation is None else generation.prompt_tokens,
+            output_tokens=None if generation is None else generation.output_tokens,
+            ttft_ms=None if first_s is None else round(first_s * 1e3, 3),
+            duration_ms=round((now - begun_ns) / 1e6, 3),
+        ),
+    )

@@ -1,0 +1,109 @@
+"""Who calls: API keys, their tenants and roles.
+
+The key file holds SHA-256 digests, never keys: JSON objects one a line, or TOML with `[[keys]]`, each with `sha256`,
+`tenant` and, optionally, `role` (`user` or `admin`). Without a file everybody is the admin of the tenant `default`.
+
+Specification: DESIGN 4 "Tenants".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from loraplex.core.errors import CallerError, ErrorCode
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+
+class Role(StrEnum):
+    """user: generates and lists. admin: also changes adapters."""
+
+    USER = "user"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A known caller."""
+
+    tenant: str = "default"
+    role: Role = Role.ADMIN
+
+    def require_admin(self) -> None:
+        """Raise `forbidden` for other roles."""
+        if self.role is not Role.ADMIN:
+            raise CallerError(ErrorCode.FORBIDDEN, "changing adapters needs a key with the role admin")
+
+
+class _KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    sha256: str
+    tenant: str
+    role: Role = Role.USER
+
+
+class KeyRing:
+    """Known keys. An empty ring asks nobody for a key."""
+
+    def __init__(self, callers: Mapping[str, Caller]) -> None:
+        """callers: by SHA-256 of their key, in lower-case hexadecimal."""
+        self._callers = dict(callers)
+
+    def identify(self, authorization: str | None) -> Caller:
+        """The caller behind an `Authorization` header; `unauthenticated` when there must be one and is none."""
+        if not self._callers:
+            return Caller()
+        scheme, _, key = (authorization or "").partition(" ")
+        # Digests are compared, not keys: how long a look-up takes says nothing about a key.
+        caller = self._callers.get(hashlib.sha256(key.strip().encode()).hexdigest())
+        if scheme.lower() != "bearer" or caller is None:
+            raise CallerError(
+                ErrorCode.UNAUTHENTICATED, "send a known API key as 'Authorization: Bearer KEY'"
+            )
+        return caller
+
+
+def read_keys(path: str | None) -> KeyRing:
+    """The ring in a key file; the empty one without a file. Raises `config_invalid` with the entry at fault."""
+    if path is None:
+        return KeyRing({})
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        entries = _entries(text)
+    except (OSError, ValueError) as error:
+        raise _invalid(f"{path} cannot be read as JSON lines or TOML: {error}") from error
+    callers: dict[str, Caller] = {}
+    for number, value in enumerate(entries, 1):
+        try:
+            entry = msgspec.convert(value, _KeyEntry)
+        except msgspec.ValidationError as error:
+            raise _invalid(f"key {number} of {path}: {error}") from error
+        if not _DIGEST.fullmatch(entry.sha256) or entry.sha256 in callers or not entry.tenant:
+            raise _invalid(
+                f"key {number} of {path} needs a tenant and a sha256 of 64 lower-case hexadecimal digits, given once"
+            )
+        callers[entry.sha256] = Caller(entry.tenant, entry.role)
+    if not callers:
+        raise _invalid(f"{path} holds no key; leave --api-key-file out to serve without keys")
+    return KeyRing(callers)
+
+
+def _entries(text: str) -> list[Any]:
+    if text.lstrip().startswith("{"):
+        return [msgspec.json.decode(line) for line in text.splitlines() if line.strip()]
+    value = tomllib.loads(text)
+    if set(value) - {"keys"} or not isinstance(value.get("keys", []), list):
+        raise ValueError("expected only [[keys]] tables")
+    return list(value.get("keys", []))
+
+
+def _invalid(message: str) -> CallerError:
+    return CallerError(ErrorCode.CONFIG_INVALID, message, param="api_key_file")

@@ -1,0 +1,135 @@
+"""One HTTP exchange over ASGI: headers, a bounded body, one response or one stream of server-sent events.
+
+Knows nothing of models. Bodies above the limit are refused while they arrive, not after.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any, Final
+from urllib.parse import unquote
+
+from loraplex.core import limits
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
+from loraplex.server.answers import encode, error_body
+from loraplex.server.listen import Receive, Send
+
+_SANE_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+RETRY_AFTER_S: Final = 1
+JSON: Final = "application/json"
+
+
+class Disconnected(Exception):
+    """The client went away before its request was whole."""
+
+
+class Exchange:
+    """A request and the way to answer it.
+
+    raw_path: path as it was sent, so that an escaped slash stays part of a name. request_id: the client's
+    `x-request-id` if it is sane, else a fresh one. status: of the response once it began, 0 before.
+    """
+
+    def __init__(self, scope: Any, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        raw = scope.get("raw_path") or scope["path"].encode()
+        self.raw_path: str = raw.partition(b"?")[0].decode("ascii", "replace")
+        self._headers = {name.lower(): value for name, value in scope["headers"]}
+        self._receive = receive
+        self._send = send
+        given = self.header("x-request-id")
+        self.request_id = given if given and _SANE_ID.fullmatch(given) else secrets.token_hex(16)
+        self.answer_headers: dict[str, str] = {"x-request-id": self.request_id}
+        self.facts: dict[str, Any] = {}
+        self.status = 0
+
+    @property
+    def path(self) -> str:
+        """The path with escapes resolved."""
+        return unquote(self.raw_path)
+
+    @property
+    def started(self) -> bool:
+        """Whether the response has begun; then its status can no longer change."""
+        return self.status != 0
+
+    def header(self, name: str) -> str | None:
+        """A request header, or None."""
+        value = self._headers.get(name.encode())
+        return None if value is None else value.decode("latin-1")
+
+    async def body(self) -> bytes:
+        """The JSON body's bytes. Raises `request_too_large`, and `invalid_request` for another content type."""
+        kind = (self.header("content-type") or "").partition(";")[0].strip().lower()
+        if kind != JSON:
+            raise CallerError(
+                ErrorCode.INVALID_REQUEST,
+                f"content-type is {kind or 'missing'}; send JSON as {JSON}",
+                param="content-type",
+            )
+        announced = self.header("content-length") or "0"
+        if announced.isdigit() and int(announced) > limits.MAX_BODY_BYTES:
+            raise _too_large(int(announced))
+        data = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Disconnected
+            data += message.get("body", b"")
+            if len(data) > limits.MAX_BODY_BYTES:
+                raise _too_large(len(data))
+            if not message.get("more_body", False):
+                return bytes(data)
+
+    async def disconnected(self) -> None:
+        """Wait until the client goes away. Only after the body was read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def respond(self, status: int, body: bytes, kind: str = JSON) -> None:
+        """The whole response."""
+        await self._start(status, kind, {"content-length": str(len(body))})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def answer(self, value: Any, status: int = 200) -> None:
+        """The whole response as JSON."""
+        await self.respond(status, encode(value))
+
+    async def refuse(self, error: LoraplexError) -> None:
+        """The whole response, from a typed error."""
+        if error.status in (429, 503):
+            self.answer_headers["retry-after"] = str(RETRY_AFTER_S)
+        if error.code is ErrorCode.UNAUTHENTICATED:
+            self.answer_headers["www-authenticate"] = "Bearer"
+        await self.answer(error_body(error), error.status)
+
+    async def begin_events(self) -> None:
+        """Start a stream of server-sent events."""
+        await self._start(200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"})
+
+    async def write(self, data: bytes) -> None:
+        """Add to the stream; waits while the connection is full."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        """End the stream."""
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _start(self, status: int, kind: str, headers: dict[str, str]) -> None:
+        self.status = status
+        pairs = {"content-type": kind, **headers, **self.answer_headers}
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [(k.encode("latin-1"), v.encode("latin-1", "replace")) for k, v in pairs.items()],
+            }
+        )
+
+
+def _too_large(size: int) -> CallerError:
+    return CallerError(
+        ErrorCode.REQUEST_TOO_LARGE,
+        f"the body has {size} bytes or more, the limit is {limits.MAX_BODY_BYTES}",
+    )

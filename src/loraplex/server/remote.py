@@ -1,0 +1,94 @@
+"""Talks to a running server's adapter endpoints, for the command line. Standard library only, so that it starts fast.
+
+A server's refusal is raised as the same typed error that the server raised. Specification: DESIGN 5.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any, Final
+from urllib.parse import quote, urlsplit
+
+from loraplex.core.errors import CapacityError, ErrorCode, error_for
+
+TIMEOUT_S: Final = 600.0
+"""Registering reads, verifies and copies an adapter before it answers."""
+
+
+class RemoteServer:
+    """A server at `url`, spoken to with `api_key` when there is one."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """Raises `config_invalid` when `url` is not http://HOST[:PORT]."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+            raise error_for(
+                ErrorCode.CONFIG_INVALID, f"--url must be http://HOST:PORT, got {url!r}", param="url"
+            )
+        self._url = url.rstrip("/")
+        self._secure = parts.scheme == "https"
+        self._netloc = parts.netloc
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+
+    def adapters(self) -> list[dict[str, Any]]:
+        """Every adapter that the caller may see."""
+        found: list[dict[str, Any]] = self._call("GET", "/v1/adapters")["data"]
+        return found
+
+    def adapter(self, alias: str) -> dict[str, Any]:
+        """One adapter; `adapter_not_found` when there is none."""
+        return self._call("GET", _path(alias))
+
+    def add(self, alias: str, source: str) -> dict[str, Any]:
+        """Register a new alias; `adapter_exists` when it has one."""
+        self._call("POST", "/v1/load_lora_adapter", {"lora_name": alias, "lora_path": source})
+        return self.adapter(alias)
+
+    def swap(self, alias: str, source: str, expected: int | None) -> dict[str, Any]:
+        """Publish a new revision of a known alias. expected: the revision to replace, whichever is current if None."""
+        if expected is None:
+            expected = int(self.adapter(alias)["revision"])
+        return self._call("PUT", _path(alias), {"source": source, "expected_revision": expected})
+
+    def remove(self, alias: str) -> None:
+        """Take an alias away."""
+        self._call("DELETE", _path(alias))
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._netloc, timeout=TIMEOUT_S)
+        try:
+            payload = None if body is None else json.dumps(body).encode()
+            connection.request(method, path, payload, self._headers)
+            response = connection.getresponse()
+            text = response.read().decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise CapacityError(
+                ErrorCode.ENGINE_UNAVAILABLE,
+                f"no server answers at {self._url}: {error}; start one or give --url",
+            ) from error
+        finally:
+            connection.close()
+        return self._answer(method, path, response.status, text)
+
+    def _answer(self, method: str, path: str, status: int, text: str) -> dict[str, Any]:
+        try:
+            value = json.loads(text) if text else {}
+        except ValueError:
+            value = None
+        if status < 300 and (isinstance(value, dict) or path == "/v1/load_lora_adapter"):
+            return value if isinstance(value, dict) else {}
+        error = value.get("error") if isinstance(value, dict) else None
+        if isinstance(error, dict) and error.get("code") in set(ErrorCode):
+            raise error_for(ErrorCode(error["code"]), str(error.get("message")), param=error.get("param"))
+        raise CapacityError(
+            ErrorCode.ENGINE_UNAVAILABLE,
+            f"{self._url} answered {method} {path} with status {status}; is it a loraplex server?",
+        )
+
+
+def _path(alias: str) -> str:
+    return "/v1/adapters/" + quote(alias, safe="")

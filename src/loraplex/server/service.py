@@ -1,0 +1,63 @@
+"""What the application serves from: the parts of one server, and whether they take requests now.
+
+Specification: DESIGN 4 "Processes".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from loraplex.config import ServeConfig
+from loraplex.core.errors import CapacityError, ErrorCode
+from loraplex.core.ports import Clock
+from loraplex.runtime.adapters import AdapterService
+from loraplex.runtime.client import EngineClient
+from loraplex.runtime.clock import MonotonicClock
+from loraplex.runtime.supervisor import EngineSupervisor
+from loraplex.runtime.text import TextCodec
+
+
+class Phase(StrEnum):
+    """Where a server is in its life."""
+
+    STARTING = "starting"
+    OPEN = "open"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True)
+class Service:
+    """One server. base_name: what callers call the base model. codec: None where the model has no tokenizer."""
+
+    config: ServeConfig
+    base_name: str
+    codec: TextCodec | None
+    client: EngineClient
+    supervisor: EngineSupervisor
+    adapters: AdapterService
+    clock: Clock = field(default_factory=MonotonicClock)
+    phase: Phase = Phase.STARTING
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken now."""
+        return self.phase is Phase.OPEN and self.supervisor.ready
+
+    @property
+    def engine_info(self) -> dict[str, Any]:
+        """What the engine said of itself when it became ready: base_abi, dtype, max_model_len, eos_token_ids, ..."""
+        return self.supervisor.info
+
+    def require_ready(self) -> None:
+        """Raise `shutting_down` or `engine_unavailable` unless requests are taken now."""
+        match self.phase:
+            case Phase.DRAINING:
+                raise CapacityError(ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one")
+            case Phase.STARTING:
+                raise CapacityError(
+                    ErrorCode.ENGINE_UNAVAILABLE, "the server is starting; try again in a moment"
+                )
+            case Phase.OPEN:
+                self.supervisor.require_ready()

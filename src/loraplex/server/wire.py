@@ -1,0 +1,175 @@
+"""What callers may send: OpenAI's request bodies and ours, decoded strictly.
+
+An unknown field, a wrong type or an option that is not carried out is refused with the field's name; nothing is ignored.
+
+Specification: DESIGN 5 "HTTP".
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from loraplex.core.errors import CallerError, ErrorCode
+
+T = TypeVar("T", bound=msgspec.Struct)
+Unsupported = Any
+"""A field that OpenAI knows and this server does not carry out: refused unless absent or null."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """include_usage: a last chunk carries the token counts."""
+
+    include_usage: bool = False
+
+
+class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chat have in common. Extensions: priority and below."""
+
+    model: str
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    priority: int | None = None
+    ttft_deadline_ms: int | None = None
+    ignore_eos: bool | None = None
+    min_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    return_token_ids: bool | None = None
+    alora_fallback: Unsupported | UnsetType = UNSET
+
+
+class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions. prompt: text, texts, token ids, or lists of token ids."""
+
+    prompt: str | list[Any]
+    best_of: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: Unsupported | UnsetType = UNSET
+
+
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A content part; text is the only kind that the models read."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: Unsupported | UnsetType = UNSET
+    tool_calls: Unsupported | UnsetType = UNSET
+    refusal: Unsupported | UnsetType = UNSET
+
+    @property
+    def text(self) -> str:
+        """The content as one string."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """Only `text`; the JSON kinds are refused by name."""
+
+    type: str
+
+
+class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: Unsupported | UnsetType = UNSET
+    tool_choice: Unsupported | UnsetType = UNSET
+    parallel_tool_calls: Unsupported | UnsetType = UNSET
+    functions: Unsupported | UnsetType = UNSET
+    function_call: Unsupported | UnsetType = UNSET
+    audio: Unsupported | UnsetType = UNSET
+    modalities: Unsupported | UnsetType = UNSET
+    prediction: Unsupported | UnsetType = UNSET
+    reasoning_effort: Unsupported | UnsetType = UNSET
+    verbosity: Unsupported | UnsetType = UNSET
+    metadata: Unsupported | UnsetType = UNSET
+    store: Unsupported | UnsetType = UNSET
+    service_tier: Unsupported | UnsetType = UNSET
+    web_search_options: Unsupported | UnsetType = UNSET
+
+
+class LoadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/unload_lora_adapter. lora_int_id: sent by some clients of the other servers; names are identity here."""
+
+    lora_name: str
+    lora_int_id: Unsupported | UnsetType = UNSET
+
+
+class PutAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """PUT /v1/adapters/{alias}. expected_revision: replace only this one."""
+
+    source: str
+    expected_revision: int | None = None
+
+
+_UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
+_MISSING: Final = re.compile(r"missing required field `([^`]*)`")
+_AT: Final = re.compile(r"at `\$\.?([^`]*)`")
+
+
+def _param(message: str) -> str | None:
+    """The field at fault in the decoder's message: `stream_options.foo`."""
+    inside = _AT.search(message)
+    path = inside.group(1) if inside else ""
+    named = _UNKNOWN.search(message) or _MISSING.search(message)
+    return ".".join(part for part in (path, named.group(1) if named else "") if part) or None
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Decode a request body. Raises `invalid_request` or `unsupported_option` with the field at fault."""
+    try:
+        value = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST, f"the request body is refused: {error}", param=_param(str(error))
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CallerError(ErrorCode.INVALID_REQUEST, f"the request body is not JSON: {error}") from error
+    _refuse_unsupported(value)
+    if isinstance(value, ChatRequest):
+        for index, message in enumerate(value.messages):
+            _refuse_unsupported(message, f"messages[{index}].")
+    return value
+
+
+def _refuse_unsupported(value: msgspec.Struct, prefix: str = "") -> None:
+    for field in msgspec.structs.fields(value):
+        if field.default is UNSET and getattr(value, field.name) not in (UNSET, None):
+            raise CallerError(
+                ErrorCode.UNSUPPORTED_OPTION,
+                f"{prefix}{field.name} is not supported by this server; leave it out",
+                param=prefix + field.name,
+            )

@@ -1,0 +1,81 @@
+"""`verify` says exactly what a load would find: digests, ranks, scales, bytes and pages, or the refusal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.artifact.tiny import HIDDEN, LAYERS, edit_config, tiny_base, write_lora
+
+from loraplex.artifact.convert import to_image
+from loraplex.artifact.identify import target_map
+from loraplex.artifact.load import load_adapter
+from loraplex.artifact.record import Method
+from loraplex.artifact.tensors import Dtype
+from loraplex.artifact.verify import Verification, refusal_record, verify_adapter
+from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.layout import Geometry, PageGeometry
+from loraplex.identity.canonical import digest
+from loraplex.identity.digests import BaseAbi
+from loraplex.identity.manifest import decode_adapter_manifest
+from loraplex.runtime.images import ImageStore
+
+ABI = BaseAbi(
+    weights=digest("w"), config=digest("c"), transforms=digest("t"), target_map=target_map(tiny_base())
+)
+PAGES = PageGeometry(Geometry.RANK_ROWS, 2, row_page_bytes=1024)
+
+
+def verify(folder: Path, **options: object) -> Verification:
+    return verify_adapter(folder, tiny_base(), ABI, PAGES, Dtype.BFLOAT16, **options)  # type: ignore[arg-type]
+
+
+def test_the_report_is_what_a_load_gives(tmp_path: Path) -> None:
+    folder = write_lora(tmp_path / "a", rank_pattern={}, alpha_pattern={"v_proj": 2.5})
+    found = verify(folder, supported=[Method.LORA])
+    image = to_image(load_adapter(folder, tiny_base()), PAGES, Dtype.BFLOAT16, ABI.digest)
+    record = json.loads(json.dumps(found.record()))
+    assert record["semantic_digest"] == image.key
+    assert record["kernel_digest"] == image.kernel_digest
+    assert record["pages"] == len(image.pages)
+    assert record["tier_bytes"]["device"] == record["tier_bytes"]["host"] == image.pages.nbytes
+    assert record["tier_bytes"]["factors"] == LAYERS * 2 * 4 * ((HIDDEN + 32) + (HIDDEN + 16))
+    assert record["tier_bytes"]["file"] == (folder / "adapter_model.safetensors").stat().st_size
+    assert (record["tensors_applied"], record["tensors_total"]) == (12, 12)
+    assert record["report"] == "12 of 12 tensors applied, 6 modules"
+    scales = {m["target"]: (m["rank"], m["alpha"], m["scale"]) for m in record["modules"]}
+    assert scales == {"q": (4, "8", 2.0), "v": (4, "2.5", 0.625)}
+    assert decode_adapter_manifest(json.dumps(record["manifest"]).encode()) == found.manifest
+    assert any("rank 4, alpha 2.5, scale 0.625" in line for line in found.lines())
+    store = ImageStore(tmp_path / "store")
+    store.put(image)
+    assert store.verify(record["kernel_digest"]).key == record["semantic_digest"]
+
+
+def test_an_executable_subset_is_enforced_by_name(tmp_path: Path) -> None:
+    folder = write_lora(tmp_path, use_rslora=True)
+    assert verify(folder).artifact.method == "rslora"
+    with pytest.raises(CallerError) as caught:
+        verify(folder, supported=[Method.LORA])
+    assert caught.value.code is ErrorCode.ADAPTER_UNSUPPORTED
+    assert "rslora" in caught.value.message
+
+
+def test_a_refusal_has_a_record(tmp_path: Path) -> None:
+    folder = write_lora(tmp_path)
+    edit_config(folder, lambda c: c | {"r": 5})
+    with pytest.raises(CallerError) as caught:
+        verify(folder)
+    record = refusal_record(caught.value)
+    assert record["ok"] is False
+    assert record["error"]["code"] == "adapter_rank_mismatch"
+    assert record["error"]["param"].endswith("lora_A.weight")
+
+
+def test_progress_ends_at_all_bytes(tmp_path: Path) -> None:
+    folder = write_lora(tmp_path)
+    seen: list[tuple[int, int]] = []
+    verify(folder, progress=lambda done, total: seen.append((done, total)))
+    assert len(seen) == 12
+    assert max(seen) == (seen[0][1], seen[0][1])

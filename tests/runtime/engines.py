@@ -1,0 +1,201 @@
+"""Engines for tests of processes and transport, built in a real engine process by name.
+
+`build_virtual` is the real control plane over the virtual device. `build_echo` repeats a request's prompt for ever, one
+token a step, and obeys a few prompts: see `EchoEngine`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loraplex.config import EngineConfig
+from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.layout import KvShape
+from loraplex.core.messages import (
+    Abort,
+    Ended,
+    Finish,
+    FromEngine,
+    Inspect,
+    RegisterAdapter,
+    RemoveAdapter,
+    Reply,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+)
+from loraplex.core.ports import Clock, EventSink, Mailbox
+from loraplex.engine.config import EngineLimits
+from loraplex.engine.step import Engine
+from loraplex.sim.device import VirtualDevice
+
+VIRTUAL = "tests.runtime.engines:build_virtual"
+ECHO = "tests.runtime.engines:build_echo"
+VOCAB = 997
+DIE = 990
+RAISE = 991
+MUTE = 992
+PAUSED = 993
+HANG = 994
+NEVER = "tests.runtime.engines:build_never"
+REFUSING = "tests.runtime.engines:build_refusing"
+STEP_S = 0.0002
+"""How long a step of the echo engine takes: an engine without a device would outrun every client."""
+_DEVICE = threading.Event()
+
+
+INFO = {
+    "base_abi": "ab" * 32, "dtype": "float32", "vocab_size": VOCAB, "eos_token_ids": [2], "page_tokens": 16,
+    "notes": ["an engine of the tests"],
+}  # fmt: skip
+
+
+@dataclass
+class Built:
+    """What the engine's process drives."""
+
+    engine: Any
+    info: dict[str, Any]
+    close: Callable[[], None] = lambda: None
+
+
+def build_virtual(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
+    """The real engine over 4,096 virtual pages."""
+    limits = EngineLimits(
+        kv=KvShape(1, 1, 1, 4, 16),
+        num_pages=4097,
+        max_requests=config.max_requests,
+        max_model_len=32768,
+        token_budget=512,
+        vocab_size=VOCAB,
+        depth=config.pipeline_depth,
+    )
+    engine = Engine(limits, VirtualDevice(limits.bounds, 16), mailbox, clock, events)
+    return Built(engine, {**INFO, "max_model_len": 32768})
+
+
+@dataclass
+class _Running:
+    message: Submit
+    prompt: list[int]
+    sent: int = 0
+
+
+@dataclass
+class EchoEngine:
+    """Answers a request with its prompt, again and again, until max_tokens or a stop token.
+
+    A prompt that begins with DIE kills the process, RAISE breaks the step, MUTE never gets an answer, PAUSED gets it once the
+    file `gate` exists, HANG stops the engine until then. Adapters shift each token by their number of pages.
+    """
+
+    mailbox: Mailbox
+    gate: Path
+    running: dict[str, _Running] = field(default_factory=dict)
+    adapters: dict[str, RegisterAdapter] = field(default_factory=dict)
+
+    def step(self, wait: bool = False) -> bool:
+        """Read, then send one token for each request."""
+        _DEVICE.wait(STEP_S)
+        out: list[FromEngine] = []
+        busy = any(run.prompt[0] != MUTE for run in self.running.values())
+        for message in self.mailbox.receive(wait and not busy):
+            self.handle(message, out)
+        for request_id, run in list(self.running.items()):
+            if self.speaks(run):
+                self.advance(request_id, run, out)
+        if out:
+            self.mailbox.send(out)
+        return bool(out)
+
+    def speaks(self, run: _Running) -> bool:
+        """Whether the request gets a token now."""
+        return run.prompt[0] != MUTE and (run.prompt[0] != PAUSED or self.gate.exists())
+
+    def handle(self, message: Any, out: list[FromEngine]) -> None:
+        """One message."""
+        match message:
+            case Submit():
+                self.submit(message, out)
+            case Abort():
+                if self.running.pop(message.request_id, None):
+                    out.append(Ended(message.request_id, code="aborted", message="aborted"))
+            case Finish():
+                if self.running.pop(message.request_id, None):
+                    out.append(Ended(message.request_id, "stop"))
+            case RegisterAdapter():
+                self.adapters[message.key] = message
+                out.append(Reply(message.call_id, body={"key": message.key}))
+            case RemoveAdapter():
+                if self.adapters.pop(message.key, None) is None:
+                    out.append(Reply(message.call_id, "adapter_not_found", "no such adapter"))
+                else:
+                    out.append(Reply(message.call_id, body={"key": message.key}))
+            case Inspect():
+                out.append(Reply(message.call_id, body=self.figures()))
+
+    def figures(self) -> dict[str, Any]:
+        """In the form of `engine.inspect`."""
+        described = {"state": "idle", "leases": 0, "pinned": False, "removing": False}
+        adapters = [{"key": a.key, "device_pages": a.pages, **described} for a in self.adapters.values()]
+        return {
+            "pages": {"total": 64, "free": 63, "reserved": 0, "adapter": 0, "kv": 0, "page_bytes": 4096},
+            "requests": {"running": len(self.running), "waiting": 0, "live": len(self.running)},
+            "steps": {"launched": 0, "committed": 0},
+            "preemptions": 0,
+            "adapters": adapters,
+        }
+
+    def submit(self, message: Submit, out: list[FromEngine]) -> None:
+        """Start a request, or obey its first token."""
+        prompt = np.frombuffer(message.prompt, dtype="<i4").tolist()
+        if prompt[:1] == [DIE]:
+            os._exit(9)
+        while prompt[:1] == [HANG] and not self.gate.exists():
+            _DEVICE.wait(STEP_S)
+        if prompt[:1] == [RAISE]:
+            raise RuntimeError("told to")
+        if message.adapter is not None and message.adapter not in self.adapters:
+            out.append(Ended(message.request_id, code="adapter_not_found", message="no such adapter"))
+            return
+        self.running[message.request_id] = _Running(message, prompt)
+
+    def advance(self, request_id: str, run: _Running, out: list[FromEngine]) -> None:
+        """One token."""
+        sampling = run.message.sampling
+        shift = self.adapters[run.message.adapter].pages if run.message.adapter else 0
+        token = run.prompt[run.sent % len(run.prompt)] + shift
+        run.sent += 1
+        top = tuple(range(max(sampling.logprobs, 0)))
+        entry = TokenLogprobs((token, *top), (-0.5, *(-1.0 - k for k in top)))
+        out.append(Tokens(request_id, (token,), (entry,) if sampling.logprobs >= 0 else ()))
+        if token in sampling.stop_token_ids:
+            out.append(Ended(request_id, "stop", token))
+            del self.running[request_id]
+        elif run.sent >= sampling.max_tokens:
+            out.append(Ended(request_id, "length"))
+            del self.running[request_id]
+
+
+def build_echo(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
+    """An `EchoEngine`, whose gate is the file `go` beside the model's folder."""
+    return Built(EchoEngine(mailbox, Path(config.model).parent / "go"), {**INFO, "max_model_len": 1 << 20})
+
+
+def build_refusing(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
+    """Refuses its model."""
+    raise CallerError(ErrorCode.MODEL_UNSUPPORTED, "the model is refused", param="model")
+
+
+def build_never(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
+    """Loads for ever."""
+    while not mailbox.closed:  # type: ignore[attr-defined]  # the process's mailbox knows when it must end
+        mailbox.receive(wait=True)
+    raise CallerError(ErrorCode.MODEL_UNSUPPORTED, "it was told to end")

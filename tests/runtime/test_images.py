@@ -1,0 +1,204 @@
+"""The image store: what comes out is what went in, or a typed refusal; a killed writer leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.layout import AdapterImage, page_checksum
+from loraplex.runtime.images import ImageStore
+
+DIGEST = "12" * 32
+
+
+def make_image(seed: int = 0, pages: int = 3, page_bytes: int = 256) -> AdapterImage:
+    rng = np.random.default_rng(seed)
+    data = rng.integers(0, 256, (pages, page_bytes), dtype=np.uint8)
+    return AdapterImage(
+        key="ab" * 32,
+        kernel_digest=f"{seed:02x}" * 32,
+        itemsize=2,
+        modules=rng.integers(-(1 << 31), 1 << 31, (2, 4)).astype(np.int32),
+        extents=rng.integers(0, 100, (5, 9)).astype(np.int32),
+        pages=data,
+        checksums=page_checksum(data),
+    )
+
+
+def same(a: AdapterImage, b: AdapterImage) -> bool:
+    arrays = ("modules", "extents", "pages", "checksums")
+    return (a.key, a.kernel_digest, a.itemsize) == (b.key, b.kernel_digest, b.itemsize) and all(
+        np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays
+    )
+
+
+def refused(call: object, *args: object) -> str:
+    with pytest.raises(InternalFault) as caught:
+        call(*args)  # type: ignore[operator]
+    assert caught.value.code is ErrorCode.ADAPTER_LOAD_FAILED
+    return caught.value.message
+
+
+@pytest.mark.parametrize(("pages", "page_bytes"), [(1, 4), (3, 256), (2, 8192), (0, 64)])
+def test_round_trip(tmp_path: Path, pages: int, page_bytes: int) -> None:
+    store = ImageStore(tmp_path / "images")
+    image = make_image(1, pages, page_bytes)
+    path = store.put(image)
+    got = ImageStore(tmp_path / "images").verify(image.kernel_digest)
+    assert same(got, image)
+    assert not got.pages.flags.writeable
+    assert store.total_bytes() == path.stat().st_size
+    assert store.digests() == (image.kernel_digest,)
+
+
+def test_storing_again_changes_nothing(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path)
+    path = store.put(make_image())
+    before = path.stat()
+    store.put(make_image())
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_a_damaged_image_is_replaced(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path)
+    path = store.put(make_image())
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    store.put(make_image())
+    assert same(store.verify(make_image().kernel_digest), make_image())
+
+
+def test_an_open_image_survives_its_deletion(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path)
+    image = make_image()
+    store.put(image)
+    opened = store.open(image.kernel_digest)
+    assert store.delete(image.kernel_digest) is True
+    assert store.delete(image.kernel_digest) is False
+    assert store.digests() == ()
+    assert same(opened, image)
+    refused(store.open, image.kernel_digest)
+
+
+@pytest.mark.parametrize("name", ["../escape", "", "AB" * 32, "ab" * 31])
+def test_a_name_that_is_no_digest_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InternalFault) as caught:
+        ImageStore(tmp_path).open(name)
+    assert caught.value.code is ErrorCode.IDENTITY_INVALID
+
+
+@pytest.mark.parametrize("at", [0, 8, 12, 16, 20, 24, 32, 63, 64, 96, 128, 160, 200])
+def test_a_changed_byte_of_header_or_tables_is_refused(tmp_path: Path, at: int) -> None:
+    store = ImageStore(tmp_path)
+    path = store.put(make_image())
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    refused(store.open, make_image().kernel_digest)
+
+
+@pytest.mark.parametrize(
+    ("at", "words"),
+    [(0, "starts with"), (64, "holds the image"), (24, "header implies"), (130, "their digest")],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, at: int, words: str) -> None:
+    store = ImageStore(tmp_path)
+    path = store.put(make_image())
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    assert words in refused(store.open, make_image().kernel_digest)
+
+
+def test_a_full_disk_is_a_typed_refusal_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    store = ImageStore(tmp_path)
+    monkeypatch.setattr(os, "write", full)
+    assert "No space left" in refused(store.put, make_image())
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_changed_page_is_found_by_verify(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path)
+    path = store.put(make_image())
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 0x80
+    path.write_bytes(data)
+    assert "page 2" in refused(store.verify, make_image().kernel_digest)
+
+
+@pytest.mark.parametrize("size", [0, 10, 127, 128, 4096])
+def test_a_truncated_or_extended_file_is_refused(tmp_path: Path, size: int) -> None:
+    store = ImageStore(tmp_path)
+    path = store.put(make_image())
+    whole = path.read_bytes()
+    for data in (whole[:size], whole + b"\0"):
+        path.write_bytes(data)
+        refused(store.open, make_image().kernel_digest)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"modules": np.zeros((2, 5), np.int32)},
+        {"extents": np.zeros((2, 8), np.int32)},
+        {"checksums": np.zeros(2, np.int64)},
+    ],
+)
+def test_an_image_that_contradicts_itself_is_not_stored(
+    tmp_path: Path, change: dict[str, np.ndarray]
+) -> None:
+    refused(ImageStore(tmp_path).put, replace(make_image(), **change))
+    assert list(tmp_path.iterdir()) == []
+
+
+CHILD = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+from tests.runtime.test_images import make_image
+from loraplex.runtime.images import ImageStore
+if {kill}:
+    os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+ImageStore({directory!r}).put(make_image(7, 64, 4096))
+"""
+
+
+def child(directory: Path, kill: bool) -> subprocess.Popen[bytes]:
+    code = CHILD.format(path=[p for p in sys.path if p] + [os.getcwd()], kill=kill, directory=str(directory))
+    return subprocess.Popen([sys.executable, "-c", code])
+
+
+def test_a_killed_writer_leaves_nothing(tmp_path: Path) -> None:
+    assert child(tmp_path, kill=True).wait(60) == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1
+    store = ImageStore(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    refused(store.open, make_image(7).kernel_digest)
+
+
+def test_a_living_writers_file_is_left_alone(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path)
+    with store._temporary() as (_, path):
+        ImageStore(tmp_path)
+        assert path.exists()
+    assert not path.exists()
+
+
+def test_several_processes_store_the_same_image(tmp_path: Path) -> None:
+    children = [child(tmp_path, kill=False) for _ in range(2)]
+    assert [c.wait(60) for c in children] == [0, 0]
+    image = make_image(7, 64, 4096)
+    assert same(ImageStore(tmp_path).verify(image.kernel_digest), image)
+    assert len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,263 @@
+"""Adapters over HTTP: vLLM's calls, our own, what is served under which name, and who may change it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.server.rig import BASE, Front, error_of, run
+
+from loraplex.core.errors import CallerError, CapacityError, ErrorCode
+from loraplex.core.messages import RegisterAdapter, RemoveAdapter, Submit
+from loraplex.server.auth import read_keys
+
+FIELDS = {
+    "alias", "revision", "artifact_digest", "semantic_digest", "method", "ranks", "targets", "tensors_applied",
+    "tensors_total", "state", "tier_bytes", "leases", "pinned", "generation", "source",
+}  # fmt: skip
+
+
+async def put(front: Front, alias: str, source: str, **more: Any) -> Any:
+    return await front.http.put(f"/v1/adapters/{alias}", json={"source": source, **more})
+
+
+def test_register_describe_serve_and_remove(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        response = await put(front, "a", front.source("one"))
+        body = response.json()
+        assert (response.status_code, set(body)) == (201, FIELDS)
+        assert (body["alias"], body["revision"], body["state"]) == ("a", 1, "idle")
+        assert body["tier_bytes"] == {"device": 8192, "host": 1000}
+        assert (await front.http.get("/v1/adapters/a")).json() == body
+        assert (await front.http.get("/v1/adapters")).json()["data"] == [body]
+        for name in ("a", "a@1"):
+            answer = await front.complete(model=name)
+            assert answer.json()["system_fingerprint"] == f"a@1:{body['semantic_digest'][:16]}"
+            assert answer.headers["x-loraplex-model"] == "a@1"
+            assert answer.headers["x-loraplex-semantic-digest"] == body["semantic_digest"]
+            assert front.engine.of(Submit)[-1].adapter == body["semantic_digest"]
+        assert error_of(await front.complete(model="a@2")) == (404, "model_not_found", "model")
+        residency = (await front.http.get("/v1/residency")).json()
+        assert [entry["names"] for entry in residency["adapters"]] == [["a@1"]]
+        assert (await front.http.delete("/v1/adapters/a")).json()["deleted"] is True
+        assert error_of(await front.complete(model="a"))[:2] == (404, "model_not_found")
+        assert error_of(await front.http.delete("/v1/adapters/a"))[:2] == (404, "adapter_not_found")
+        await front.adapters.settled()
+        assert front.engine.resident == {}
+
+    run(tmp_path, test)
+
+
+def test_models_have_parent_and_root(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        source = front.source("one")
+        await put(front, "team%2Fa", source)
+        models = await front.openai.models.list()
+        shown = [(m.id, m.model_dump()["parent"], m.model_dump()["root"]) for m in models.data]
+        assert shown == [(BASE, None, BASE), ("team/a", BASE, source)]
+        assert (await front.openai.models.retrieve("team/a")).id == "team/a"
+        assert (await front.http.get("/v1/models/team%2Fa@1")).json()["id"] == "team/a@1"
+        assert (await front.http.get("/v1/adapters/team%2Fa")).json()["alias"] == "team/a"
+
+    run(tmp_path, test)
+
+
+def test_swap_by_compare_and_set(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        await put(front, "a", front.source("one"))
+        first = (await front.http.get("/v1/adapters/a")).json()
+        response = await put(front, "a", front.source("two"), expected_revision=1)
+        assert (response.status_code, response.json()["revision"]) == (200, 2)
+        await front.adapters.settled()
+        assert set(front.engine.resident) == {response.json()["semantic_digest"]}
+        conflict = await put(front, "a", front.source("one"), expected_revision=1)
+        assert error_of(conflict) == (409, "adapter_revision_conflict", "expected_revision")
+        assert error_of(await put(front, "b", front.source("one"), expected_revision=1))[:2] == (
+            404, "adapter_not_found",
+        )  # fmt: skip
+        assert error_of(await front.complete(model="a@1"))[:2] == (404, "model_not_found")
+        assert front.engine.of(RemoveAdapter)[0].key == first["semantic_digest"]
+
+    run(tmp_path, test)
+
+
+def test_a_swap_waits_for_requests_bound_to_the_old_revision(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        await put(front, "a", front.source("one"))
+        front.engine.hold.clear()
+        waiting = asyncio.ensure_future(front.complete(model="a"))
+        await front.engine.submitted.wait()
+        assert (await put(front, "a", front.source("two"))).status_code == 200
+        assert front.engine.of(RemoveAdapter) == []
+        front.engine.hold.set()
+        answer = await waiting
+        assert answer.json()["system_fingerprint"].startswith("a@1:")
+        assert answer.json()["choices"][0]["text"] == "hello"
+        await front.adapters.settled()
+        assert len(front.engine.of(RemoveAdapter)) == 1
+
+    run(tmp_path, test)
+
+
+def test_a_failed_swap_leaves_the_old_one(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        await put(front, "a", front.source("one"))
+        front.engine.refuse = CapacityError(ErrorCode.POOL_EXHAUSTED, "no pages")
+        refused = await put(front, "a", front.source("two"))
+        assert error_of(refused)[:2] == (429, "pool_exhausted")
+        assert "retry-after" in refused.headers
+        missing = await put(front, "a", str(front.roots / "nothing"))
+        assert error_of(missing) == (400, "adapter_source_missing", "source")
+        assert (await front.complete(model="a")).json()["system_fingerprint"].startswith("a@1:")
+
+    run(tmp_path, test)
+
+
+def test_vllm_calls(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        load = {"lora_name": "a", "lora_path": front.source("one")}
+        response = await front.http.post("/v1/load_lora_adapter", json=load)
+        assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'a' added successfully.")
+        assert error_of(await front.http.post("/v1/load_lora_adapter", json=load)) == (
+            400,
+            "adapter_exists",
+            "alias",
+        )
+        assert error_of(await front.http.post("/v1/load_lora_adapter", json={**load, "lora_name": BASE}))[:2] == (
+            400, "adapter_exists",
+        )  # fmt: skip
+        assert error_of(await front.http.post("/v1/load_lora_adapter", json={"lora_name": "a"})) == (
+            400, "invalid_request", "lora_path",
+        )  # fmt: skip
+        response = await front.http.post("/v1/unload_lora_adapter", json={"lora_name": "a"})
+        assert (response.status_code, response.text) == (
+            200,
+            "Success: LoRA adapter 'a' removed successfully.",
+        )
+        assert error_of(await front.http.post("/v1/unload_lora_adapter", json={"lora_name": "a"}))[:2] == (
+            404, "adapter_not_found",
+        )  # fmt: skip
+
+    run(tmp_path, test)
+
+
+def test_sources_outside_the_roots_are_forbidden(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        outside = tmp_path / "outside"
+        outside.mkdir()
+        (outside / "weights").write_text("x")
+        (front.roots / "link").symlink_to(outside)
+        (tmp_path / "adapters-evil").mkdir()
+        inside = front.source("one")
+        (front.roots / "alias").symlink_to(inside)
+        for source in (
+            str(outside), str(front.roots / "link"), f"{inside}/../one", "one", str(tmp_path / "adapters-evil"), "/etc",
+        ):  # fmt: skip
+            assert error_of(await put(front, "a", source)) == (403, "adapter_source_forbidden", "source"), (
+                source
+            )
+        assert error_of(await put(front, "a", "s3://bucket/a"))[:2] == (400, "unsupported_option")
+        assert (await put(front, "a", str(front.roots / "alias"))).json()["source"] == inside
+        assert len(front.engine.of(RegisterAdapter)) == 1
+
+    run(tmp_path, test)
+
+
+def test_actions_that_are_not_carried_out_are_refused_by_name(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        await put(front, "a", front.source("one"))
+        for action in ("pin", "unpin", "prefetch", "revoke"):
+            assert error_of(await front.http.post(f"/v1/adapters/a/{action}")) == (
+                400,
+                "unsupported_option",
+                action,
+            )
+        assert error_of(await front.http.post("/v1/adapters/b/pin"))[:2] == (404, "adapter_not_found")
+        assert error_of(await put(front, "a b", front.source("one"))) == (400, "invalid_request", "alias")
+
+    run(tmp_path, test)
+
+
+def test_keys_tenants_and_roles(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    rows = [("user-key", "blue", "user"), ("admin-key", "red", "admin")]
+    file.write_text(
+        "\n".join(
+            json.dumps({"sha256": hashlib.sha256(k.encode()).hexdigest(), "tenant": t, "role": r})
+            for k, t, r in rows
+        )
+    )
+
+    async def test(front: Front) -> None:
+        user, admin = ({"authorization": f"Bearer {key}"} for key in ("user-key", "admin-key"))
+        response = await front.complete()
+        assert error_of(response)[:2] == (401, "unauthenticated")
+        assert response.headers["www-authenticate"] == "Bearer"
+        for wrong in ("Bearer nope", "Basic user-key", "user-key", ""):
+            answer = await front.http.get("/v1/models", headers={"authorization": wrong})
+            assert error_of(answer)[:2] == (401, "unauthenticated")
+        body = {"model": BASE, "prompt": "hello"}
+        assert (await front.http.post("/v1/completions", json=body, headers=user)).status_code == 200
+        assert front.engine.of(Submit)[0].tenant == "blue"
+        change = {"source": front.source("one")}
+        assert error_of(await front.http.put("/v1/adapters/a", json=change, headers=user))[:2] == (
+            403,
+            "forbidden",
+        )
+        assert error_of(await front.http.delete("/v1/adapters/a", headers=user))[:2] == (403, "forbidden")
+        assert (await front.http.put("/v1/adapters/a", json=change, headers=admin)).status_code == 201
+        for path in ("/health", "/ready", "/metrics", "/openapi.json"):
+            assert (await front.http.get(path)).status_code == 200
+
+    run(tmp_path, test, api_key_file=str(file))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "keys = 3", "[[keys]]\nsha256='ab'\ntenant='t'", '{"sha256": 1}', '{"x": 1}', "other = 1"],
+)
+def test_bad_key_files_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(CallerError) as caught:
+        read_keys(str(tmp_path / "keys"))
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+
+
+def test_toml_key_file(tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"k").hexdigest()
+    (tmp_path / "keys").write_text(f"[[keys]]\nsha256 = '{digest}'\ntenant = 't'\n")
+    caller = read_keys(str(tmp_path / "keys")).identify("Bearer k")
+    assert (caller.tenant, caller.role) == ("t", "user")
+    with pytest.raises(CallerError):
+        read_keys(str(tmp_path / "missing"))
+
+
+def test_metrics_have_bounded_labels(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        await put(front, "weird-name", front.source("one"))
+        await front.complete(model="weird-name")
+        await front.complete(foo=1)
+        text = (await front.http.get("/metrics")).text
+        assert 'loraplex_requests_total{endpoint="completions",outcome="ok"} 1.0' in text
+        assert 'loraplex_requests_total{endpoint="completions",outcome="refused"} 1.0' in text
+        assert 'loraplex_pages{state="kv"} 2.0' in text
+        assert "loraplex_output_tokens_total 2.0" in text
+        assert "loraplex_time_to_first_token_seconds_count 1.0" in text
+        assert "weird" not in text
+
+    run(tmp_path, test)
+
+
+def test_openapi_names_every_route(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        document = (await front.http.get("/openapi.json")).json()
+        assert set(document["paths"]["/v1/adapters/{alias}"]) == {"get", "put", "delete"}
+        assert "CompletionRequest" in document["components"]["schemas"]
+        for path, operations in document["paths"].items():
+            assert all(operation["summary"] for operation in operations.values()), path
+
+    run(tmp_path, test)

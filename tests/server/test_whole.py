@@ -1,0 +1,181 @@
+"""The shipping application in a server process: what clients see of killed engines, drains, and clients that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from tests.runtime import engines
+from tests.runtime.tiny_text import byte_tokenizer, write_folder
+from tests.server.processes import ROOT, Running, run, started
+from tests.server.tiny_server import write_adapter, write_model
+
+pytestmark = pytest.mark.e2e
+BASE = "tiny"
+
+
+class Whole:
+    """A server with text, and an openai client of it."""
+
+    def __init__(self, server: Running) -> None:
+        self.server = server
+        self.openai = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+    async def live(self) -> int:
+        """Requests that the engine holds."""
+        answer = await self.server.http.get("/v1/residency")
+        return int(answer.json()["requests"]["live"])
+
+    async def idle(self) -> None:
+        """Wait until the engine holds none."""
+        while await self.live():
+            pass
+
+    async def stream(self, prompt: list[int], max_tokens: int, **options: Any) -> Any:
+        """Begin a streamed completion."""
+        return await self.openai.completions.create(
+            model=BASE, prompt=prompt, max_tokens=max_tokens, stream=True, **options
+        )
+
+    @property
+    def engine(self) -> int:
+        """Process id of the engine: the server's child that is one."""
+        children = psutil.Process(self.server.process.pid).children()
+        (pid,) = [child.pid for child in children if "loraplex.runtime.engine_process" in child.cmdline()]
+        return int(pid)
+
+
+@asynccontextmanager
+async def whole(tmp_path: Path, **fields: Any) -> AsyncIterator[Whole]:
+    write_folder(write_model(tmp_path / BASE), byte_tokenizer())
+    async with started(tmp_path, engines.ECHO, "real", **fields) as server:
+        await server.until_said("ready on")
+        client = Whole(server)
+        try:
+            yield client
+        finally:
+            await client.openai.close()
+
+
+def test_a_killed_engine_ends_streams_with_an_error_and_serves_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with whole(tmp_path) as client:
+            stream = await client.stream([70, 71], 1_000_000)
+            await anext(stream)
+            os.kill(client.engine, signal.SIGKILL)
+            with pytest.raises(openai.APIError) as died:
+                async for _ in stream:
+                    pass
+            assert died.value.code == "engine_died"
+            status = 503
+            while status == 503:
+                status = (await client.server.http.get("/ready")).status_code
+            assert (await client.stream([70, 71], 3)) is not None
+            answer = await client.openai.completions.create(model=BASE, prompt=[70, 71], max_tokens=4)
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 4
+
+    run(test)
+
+
+def test_a_drain_lets_streams_finish(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with whole(tmp_path, drain_s=60) as client:
+            stream = await client.stream([70, 71], 300, stream_options={"include_usage": True})
+            await anext(stream)
+            client.server.process.send_signal(signal.SIGTERM)
+            usage = None
+            async for chunk in stream:
+                usage = chunk.usage or usage
+            assert usage is not None
+            assert usage.completion_tokens == 300
+            assert await client.server.process.wait() == 0
+
+    run(test)
+
+
+def test_a_client_that_stops_reading_loses_its_request_and_nobody_waits(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with whole(tmp_path) as client:
+            body = json.dumps(
+                {"model": BASE, "prompt": [70, 71], "max_tokens": 1_000_000, "stream": True, "logprobs": 20}
+            ).encode()
+            host, port = "127.0.0.1", int(client.server.url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection(host, port, limit=1024)
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            assert b"200 OK" in await reader.readline()  # and from here on nothing is read
+            while await client.live():
+                answer = await client.openai.completions.create(model=BASE, prompt=[70, 71], max_tokens=50)
+                assert answer.usage is not None
+                assert answer.usage.completion_tokens == 50
+            writer.transport.abort()
+
+    run(test)
+
+
+def test_a_client_that_leaves_costs_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with whole(tmp_path) as client:
+            streams = [await client.stream([70, 71], 1_000_000) for _ in range(4)]
+            for stream in streams:
+                await anext(stream)
+            assert await client.live() == 4
+            await streams[0].close()
+            while await client.live() > 3:
+                pass
+            for stream in streams[1:]:
+                await stream.close()
+            waiting = asyncio.ensure_future(
+                client.openai.completions.create(model=BASE, prompt=[engines.MUTE, 1], max_tokens=1_000_000)
+            )
+            while not await client.live():
+                pass
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            await client.idle()
+
+    run(test)
+
+
+def test_adapters_over_the_command_line(tmp_path: Path) -> None:
+    async def test() -> None:
+        for seed, name in enumerate(("one", "two")):
+            write_adapter(tmp_path / "adapters" / name, seed=seed, rank=seed + 2)
+        async with whole(tmp_path, adapter_dirs=[str(tmp_path / "adapters")]) as client:
+
+            async def command(*words: str) -> tuple[int, str]:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "loraplex.cli", "adapters", *words, "--url", client.server.url),
+                    stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+                    env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+                )  # fmt: skip
+                out, _ = await process.communicate()
+                assert process.returncode is not None
+                return process.returncode, out.decode()
+
+            source = str(tmp_path / "adapters" / "two")
+            assert (await command("add", "three", source))[0] == 0
+            assert (await command("add", "three", source))[1].rstrip().endswith("[adapter_exists]")
+            before = json.loads((await command("show", "one"))[1])
+            assert (before["revision"], before["tensors_applied"], before["tensors_total"]) == (1, 4, 4)
+            assert "one@2" in (await command("swap", "one", source))[1]
+            status, text = await command("swap", "one", source, "--expected", "1")
+            assert (status, text.rstrip().endswith("[adapter_revision_conflict]")) == (2, True)
+            after = json.loads((await command("show", "one"))[1])
+            assert (after["revision"], after["semantic_digest"] != before["semantic_digest"]) == (2, True)
+            assert (await command("remove", "three"))[0] == 0
+            listed = json.loads((await command("list", "--json"))[1])
+            assert [item["alias"] for item in listed] == ["one", "two"]
+
+    run(test)

@@ -1,0 +1,69 @@
+"""What `serve` accepts: every refusal is typed and names the option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loraplex.config import ServeConfig, is_loopback, parse_adapter
+from loraplex.core.errors import CallerError, ErrorCode
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "model"),
+        ({"model": "m", "demo": True}, "model"),
+        ({"model": "m", "port": 0}, "port"),
+        ({"model": "m", "port": 65536}, "port"),
+        ({"model": "m", "host": "0.0.0.0"}, "host"),
+        ({"model": "m", "host": "example.org"}, "host"),
+        ({"model": "m", "device": "tpu"}, "device"),
+        ({"model": "m", "dtype": "int8"}, "dtype"),
+        ({"model": "m", "load_format": "gguf"}, "load_format"),
+        ({"model": "m", "pool_gb": 0.0}, "pool_gb"),
+        ({"model": "m", "max_model_len": 0}, "max_model_len"),
+        ({"model": "m", "log_level": "loud"}, "log_level"),
+        ({"model": "m", "drain_s": -1.0}, "drain_s"),
+        ({"model": "m", "drain_s": float("nan")}, "drain_s"),
+        ({"model": "m", "adapters": (("a", "x"), ("a", "y"))}, "adapter"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(CallerError) as refused:
+        ServeConfig(**fields)
+    assert (refused.value.code, refused.value.param) == (ErrorCode.CONFIG_INVALID, param)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"demo": True},
+        {"model": "m", "host": "::1"},
+        {"model": "m", "host": "127.1.2.3"},
+        {"model": "m", "host": "localhost"},
+        {"model": "m", "host": "0.0.0.0", "api_key_file": "keys"},
+        {"model": "m", "host": "0.0.0.0", "expose_without_keys": True},
+        {"model": "m", "drain_s": 0.0},
+    ],
+)
+def test_what_can_be_served(fields: dict[str, Any]) -> None:
+    config = ServeConfig(**fields)
+    engine = config.engine("folder", "images")
+    assert (engine.model, engine.images_dir, engine.device) == ("folder", "images", config.device)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"), [("127.0.0.1", True), ("::1", True), ("10.0.0.1", False), ("", False)]
+)
+def test_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_an_adapter_option_has_a_name_and_a_source() -> None:
+    assert parse_adapter("sql=/a/b=c") == ("sql", "/a/b=c")
+    for text in ("sql", "=x", "sql=", ""):
+        with pytest.raises(CallerError) as refused:
+            parse_adapter(text)
+        assert refused.value.param == "adapter"
