@@ -15,8 +15,8 @@ Never here: choosing configurations (`triton_lora`), building work lists (`workl
 DESIGN 4 "Operators".
 """
 # mypy: ignore-errors
-# Kernels take one argument for each buffer, and Triton wants compile-time conditions apart from run-time ones.
-# ruff: noqa: PLR0913, PLR0917, SIM102
+# Triton wants compile-time conditions apart from run-time ones.
+# ruff: noqa: SIM102
 
 from __future__ import annotations
 

@@ -189,6 +189,7 @@ class LoraStep:
         self.meta = ints(self.records, META_WORDS)
         self.shrink_records = ints(layers, self.records, SHRINK_WORDS)
         self.expand_records = ints(layers, blocks * MODULES, EXPAND_WORDS)
+        self.fence = ints(1)
         self.starts = [sum(self.room.records[:group]) for group in range(len(GROUPS))]
         z_splits = max(chunks(d_in, self.tuning).z_splits for d_in in self.table.d_in)
         self.z = torch.zeros(
@@ -211,9 +212,7 @@ class LoraStep:
         self.head[: packed.numel()].copy_(packed, non_blocking=True)
 
     def fill(self) -> None:
-        """Make the records of all layers from the work list on the device. Two kernels at least must lie between this
-        and the first `shrink`, or one that waits for all before it: a shrink reads its records before it waits.
-        """
+        """Make the records of all layers from the work list on the device."""
         table = self.table
         grid = (self.room.blocks, table.layers)
         kernels.records_kernel[grid](
@@ -222,6 +221,9 @@ class LoraStep:
             self.expand_records.view(torch.int64), table.layers, self.room.blocks, self.records,
             D_IN=table.d_in, BASES=module_bases(self.room.records), TILE=self.tuning.rank_tile, MAX_TILES=MAX_RANK // self.tuning.rank_tile, num_warps=1,
         )  # fmt: skip
+        # A shrink reads its records before it waits for the kernel in front of it; this one stands between and waits
+        # for the records itself.
+        self.fence.zero_()
 
     def prepare(self, work: WorkList) -> None:
         """`send` and `fill` for a step that is not captured."""
