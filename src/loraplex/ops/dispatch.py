@@ -33,6 +33,10 @@ FAMILIES: Final[dict[str, Family]] = {
 """Every family that takes tensors, by name; the exact reference takes lists and stands apart."""
 
 
+TRITON: Final = "triton"
+"""The family of CUDA devices; imported only where it is wanted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The family of a plan and why it was chosen."""
@@ -46,15 +50,19 @@ def warm_up(device: torch.device) -> str:
     if device.type == "cpu":
         build.library()
         return f"adapter operators: {build.status()}"
-    return "adapter operators: torch"
+    return "adapter operators: triton work lists"
 
 
 def choose(plan: BatchPlan, table: AdapterTable) -> Choice:
-    """The family that serves a plan with adapter rows. The measurements are in docs/notes/cpu-operators.md."""
+    """The family that serves a plan with adapter rows. Measured: docs/notes/cpu-operators.md, docs/bench-ops-h200.md."""
     phase = "decode" if plan.prefills == 0 else "prefill"
     if table.pool.device.type == "cpu" and build.library() is not None:
         return Choice(
             "cpu_kernel", f"compiled, any rank, {phase}: one call for all adapters, factors in place"
+        )
+    if table.pool.device.type == "cuda":
+        return Choice(
+            TRITON, f"work lists, any rank, {phase}: one launch pair a fused group, factors in place"
         )
     return Choice("segmented", f"torch, any rank, {phase}: the planner makes rows of an adapter contiguous")
 
@@ -69,6 +77,10 @@ def make_operator(plan: BatchPlan, table: AdapterTable, family: str | None = Non
     if plan.group_rows.size == 0:
         return NoAdapters()
     name = family or choose(plan, table).family
+    if name == TRITON:
+        from loraplex.ops.triton_ops import TritonOps  # not on every machine
+
+        return TritonOps(plan, table)
     if name not in FAMILIES:
         raise InternalFault(
             ErrorCode.OPERATOR_PLAN_UNSUPPORTED, f"operator family {name!r} is not one of {sorted(FAMILIES)}"

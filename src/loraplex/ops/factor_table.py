@@ -16,16 +16,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.core.ids import LAYER_MODULES
-from loraplex.core.layout import EXTENT_ALIGN_BYTES, VECTOR_ITEMSIZE
+from loraplex.core.ids import LAYER_MODULES, Module
+from loraplex.core.layout import EXTENT_ALIGN_BYTES, VECTOR_ITEMSIZE, Factor
 from loraplex.core.limits import MAX_RANK
-from loraplex.ops.worklist import RANK_TILE
-
-I64 = npt.NDArray[np.int64]
+from loraplex.ops.table import AdapterTable, ResidentAdapter
 
 MODULES: Final = len(LAYER_MODULES)
 HAS_G: Final = 1
@@ -52,6 +49,42 @@ class ModuleFactors:
     h: int = -1
 
 
+def module_factors(resident: ResidentAdapter) -> list[ModuleFactors]:
+    """The decoder-layer modules of an installed adapter; head and embedding are left out.
+
+    Raises `operator_layout` where a factor or a vector is cut into column tiles: kernels read whole rows.
+    """
+    made = []
+    for layer, module in np.argwhere(resident.index[:, :MODULES] >= 0).tolist():
+        row = int(resident.index[layer, module])
+
+        def extents(
+            factor: Factor, row: int = row, layer: int = layer, module: int = module
+        ) -> list[list[int]]:
+            first, count = resident.spans[row, factor].tolist()
+            found: list[list[int]] = resident.extents[first : first + count].tolist()
+            if any(col_lo for _, _, _, col_lo, _ in found):
+                raise InternalFault(
+                    ErrorCode.OPERATOR_LAYOUT,
+                    f"layer {layer} {Module(module).name} {factor.name}: a row is cut over {len(found)} pages, kernels "
+                    "need pages that hold one row",
+                )
+            return found
+
+        def offset(factor: Factor) -> int:
+            found = extents(factor)
+            return int(found[0][0]) if found else -1
+
+        a, b = ([(at, lo, n) for at, lo, n, _, _ in extents(f)] for f in (Factor.A, Factor.B))
+        made.append(
+            ModuleFactors(
+                layer, module, int(resident.ranks[row]), float(resident.scales[row]), a, b,
+                g=offset(Factor.G), c=offset(Factor.C), h=offset(Factor.H),
+            )
+        )  # fmt: skip
+    return made
+
+
 class FactorTable:
     """Device arrays over `slots` adapter slots; slot 0 stays empty.
 
@@ -76,12 +109,31 @@ class FactorTable:
         self.scales = torch.zeros(shape, dtype=torch.float32, device=device)
         self.flags = torch.zeros(shape, dtype=torch.int32, device=device)
         self.vectors = torch.zeros((*shape, 2), dtype=torch.int64, device=device)
-        self.tiles = torch.zeros((slots, MODULES), dtype=torch.int32, device=device)
+        self.max_ranks_device = torch.zeros((slots, MODULES), dtype=torch.int32, device=device)
         self.row_list = torch.zeros(split_rows, dtype=torch.int64, device=device)
         self.max_ranks = np.zeros((slots, MODULES), dtype=np.int32)
         self.has_vectors = np.zeros(slots, dtype=bool)
+        self.generations = np.zeros(slots, dtype=np.int64)
         self._free = [(0, split_rows)]
         self._held: dict[int, tuple[int, int]] = {}
+
+    @classmethod
+    def mirror_of(cls, table: AdapterTable, split_rows: int = 1 << 16) -> FactorTable:
+        """An empty mirror of an adapter table; `sync` fills it."""
+        dims = table.modules.dims
+        shapes = [dims.get(module, (1, 1)) for module in LAYER_MODULES]
+        return cls(
+            table.max_slots, table.modules.layers, [d_in for d_in, _ in shapes], [d_out for _, d_out in shapes],
+            table.dtype.itemsize, table.pool.device, split_rows,
+        )  # fmt: skip
+
+    def sync(self, table: AdapterTable) -> None:
+        """Follow what was published and retired since the last call; enqueued on the current stream."""
+        for slot in np.flatnonzero(self.generations != table.published).tolist():
+            self.clear(slot)
+            if table.published[slot]:
+                self.write(slot, module_factors(table.adapter(slot)))
+            self.generations[slot] = table.published[slot]
 
     def write(self, slot: int, modules: Sequence[ModuleFactors]) -> None:
         """Fill an empty slot. Copies are enqueued on the current stream, so launches enqueued later see all of it."""
@@ -94,8 +146,9 @@ class FactorTable:
             np.zeros(shape, np.float32),
         )
         listed: list[int] = []
+        seen: set[tuple[int, int]] = set()
         for entry in modules:
-            self._check_entry(entry, ranks)
+            self._check_entry(entry, seen)
             at = (entry.layer, entry.module)
             ranks[at], scales[at] = entry.rank, entry.scale
             sides = ((entry.a, self.d_in[entry.module]), (entry.b, self.d_out[entry.module]))
@@ -110,17 +163,16 @@ class FactorTable:
             self.row_list[first : first + len(listed)].copy_(torch.tensor(listed, dtype=torch.int64))
         self.max_ranks[slot] = ranks.max(axis=0, initial=0)
         self.has_vectors[slot] = bool((flags & (HAS_G | HAS_C)).any())
-        tiles = -(-self.max_ranks[slot] // RANK_TILE)
         for target, values in (
             (self.addresses, addresses), (self.ranks, ranks), (self.scales, scales), (self.flags, flags),
-            (self.vectors, vectors), (self.tiles, tiles.astype(np.int32)),
+            (self.vectors, vectors), (self.max_ranks_device, self.max_ranks[slot]),
         ):  # fmt: skip
             target[slot].copy_(torch.from_numpy(values))
 
     def clear(self, slot: int) -> None:
         """Empty a slot: rank 0 everywhere, so that a stale launch adds nothing. The slot may be empty already."""
         self._check_slot(slot)
-        for target in (self.ranks, self.tiles, self.flags, self.addresses):
+        for target in (self.ranks, self.max_ranks_device, self.flags, self.addresses):
             target[slot].zero_()
         self.max_ranks[slot] = 0
         self.has_vectors[slot] = False
@@ -147,10 +199,6 @@ class FactorTable:
             extents[i][0] + extents[i][2] * row_bytes == extents[i + 1][0] for i in range(len(extents) - 1)
         ):
             return extents[0][0] // self.itemsize
-        if row_bytes % EXTENT_ALIGN_BYTES:
-            raise self._refuse(
-                entry, f"split over pages with rows of {row_bytes} bytes, not a multiple of 16"
-            )
         first = len(listed)
         for offset, _, rank_n in extents:
             listed.extend(offset // self.itemsize + row * width for row in range(rank_n))
@@ -167,11 +215,12 @@ class FactorTable:
             f"slot {slot} needs {rows} addresses of split factor rows, there is no such room among {self.row_list.numel()}",
         )
 
-    def _check_entry(self, entry: ModuleFactors, ranks: npt.NDArray[np.int32]) -> None:
+    def _check_entry(self, entry: ModuleFactors, seen: set[tuple[int, int]]) -> None:
         if not (0 <= entry.layer < self.layers and 0 <= entry.module < MODULES):
             raise self._refuse(entry, f"there are {self.layers} layers and {MODULES} modules")
-        if ranks[entry.layer, entry.module]:
+        if (entry.layer, entry.module) in seen:
             raise self._refuse(entry, "named twice")
+        seen.add((entry.layer, entry.module))
         if not 0 <= entry.rank <= MAX_RANK:
             raise InternalFault(
                 ErrorCode.OPERATOR_RANK_UNSUPPORTED, f"rank must be 0 to {MAX_RANK}, got {entry.rank}"

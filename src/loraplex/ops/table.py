@@ -142,6 +142,8 @@ class AdapterTable:
         """Published generation of each slot, 0 where none is."""
         self.revision = 0
         """Advances whenever a slot changes, for kernels that mirror the table."""
+        self.kernel_state: object | None = None
+        """What a kernel family keeps for this table from step to step."""
         self._last = np.zeros(max_slots, dtype=np.int64)
         self._adapters: list[ResidentAdapter | None] = [None] * max_slots
         self._weights: torch.Tensor | None = None

@@ -15,6 +15,8 @@ Never here: choosing configurations (`triton_lora`), building work lists (`workl
 DESIGN 4 "Operators".
 """
 # mypy: ignore-errors
+# Triton wants compile-time conditions apart from run-time ones.
+# ruff: noqa: SIM102
 
 from __future__ import annotations
 
@@ -27,7 +29,6 @@ BLOCK_ROWS = tl.constexpr(4)
 BLOCK_FIRST_RECORD = tl.constexpr(12)
 BLOCK_FIRST_Z = tl.constexpr(19)
 LAYER_MODULES = tl.constexpr(7)
-TILE = tl.constexpr(16)
 META_WORDS = tl.constexpr(16)
 META_ROWS = tl.constexpr(8)
 EXPAND_WORDS = tl.constexpr(8)
@@ -36,16 +37,15 @@ SHRINK_WORDS = tl.constexpr(4)
 
 @triton.jit(do_not_specialize=["layers", "block_cap", "record_cap"])
 def records_kernel(
-    head_ptr, blocks_ptr, address_ptr, rank_ptr, scale_ptr, flags_ptr, tiles_ptr,
+    head_ptr, blocks_ptr, address_ptr, rank_ptr, scale_ptr, flags_ptr, max_rank_ptr,
     meta_ptr, shrink_ptr, shrink64_ptr, expand_ptr, expand64_ptr,
     layers, block_cap, record_cap,
-    D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D3: tl.constexpr, D4: tl.constexpr, D5: tl.constexpr,
-    D6: tl.constexpr, BASE0: tl.constexpr, BASE1: tl.constexpr, BASE2: tl.constexpr, BASE3: tl.constexpr,
-    MAX_TILES: tl.constexpr,
+    D_IN: tl.constexpr, BASES: tl.constexpr,
+    TILE: tl.constexpr, MAX_TILES: tl.constexpr,
 ):  # fmt: skip
     """One program a (block, layer): writes the block's shrink and expand records of that layer.
 
-    D*: d_in of the seven modules. BASE*: where the record list of each group (qkv, o, gate-up, down) begins.
+    D_IN: d_in of the seven modules. BASES: where the record list of each module's group begins.
     """
     block = tl.program_id(0)
     layer = tl.program_id(1)
@@ -62,7 +62,7 @@ def records_kernel(
             rank = tl.load(rank_ptr + index)
             a = tl.load(address_ptr + index * 2)
             b = tl.load(address_ptr + index * 2 + 1)
-            tiles = tl.load(tiles_ptr + slot * LAYER_MODULES + module)
+            tiles = tl.cdiv(tl.load(max_rank_ptr + slot * LAYER_MODULES + module), TILE)
             z0 = tl.load(head + BLOCK_FIRST_Z + module)
             out = (layer.to(tl.int64) * block_cap + block) * LAYER_MODULES + module
             split = b < 0
@@ -72,34 +72,11 @@ def records_kernel(
             tl.store(expand_ptr + out * EXPAND_WORDS + 4, tl.where(split, -1 - b, -1).to(tl.int32))
             tl.store(expand_ptr + out * EXPAND_WORDS + 5, tl.load(flags_ptr + index))
             tl.store(expand64_ptr + out * (EXPAND_WORDS // 2) + 3, index)
-            if module < 3:
-                base = BASE0
-            elif module == 3:
-                base = BASE1
-            elif module < 6:
-                base = BASE2
-            else:
-                base = BASE3
-            if module == 0:
-                d_in = D0
-            elif module == 1:
-                d_in = D1
-            elif module == 2:
-                d_in = D2
-            elif module == 3:
-                d_in = D3
-            elif module == 4:
-                d_in = D4
-            elif module == 5:
-                d_in = D5
-            else:
-                d_in = D6
-            first = base + tl.load(head + BLOCK_FIRST_RECORD + module)
-            record = first + at
+            record = BASES[module] + tl.load(head + BLOCK_FIRST_RECORD + module) + at
             live = at < tiles
             to = layer.to(tl.int64) * record_cap + record
             split = a < 0
-            address = tl.where(split, 0, a + at.to(tl.int64) * (TILE * d_in))
+            address = tl.where(split, 0, a + at.to(tl.int64) * (TILE * D_IN[module]))
             tl.store(shrink64_ptr + to * (SHRINK_WORDS // 2), address, mask=live)
             valid = tl.minimum(tl.maximum(rank - at * TILE, 0), TILE)
             tl.store(shrink_ptr + to * SHRINK_WORDS + 2, valid, mask=live)
@@ -126,7 +103,7 @@ def _row_ids(rows16_ptr, row0, i, live, GATHER: tl.constexpr):
 
 @triton.jit
 def _rank_rows(list_ptr, base, list_at, rank, stride, live, ALIGNED: tl.constexpr):
-    """Element offsets [16] of the rank rows of a tile: one extent, or row by row where a factor is split over pages."""
+    """Element offsets [TILE] of the rank rows of a tile: one extent, or row by row where a factor is split over pages."""
     listed = tl.load(list_ptr + list_at + rank, mask=live & (list_at >= 0), other=0)
     offsets = tl.where(list_at >= 0, listed, base + rank * stride)
     if ALIGNED:
@@ -140,11 +117,11 @@ def shrink_kernel(
     x_stride, record_cap,
     COUNT_AT: tl.constexpr, D_IN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
     SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr, F32_DOT: tl.constexpr, PDL: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Z partials: z[row of Z, split, 16] = sum over one chunk of d_in of x[row] * a[rank].
+    """Z partials: z[row of Z, split, TILE] = sum over one chunk of d_in of x[row] * a[rank].
 
-    x [rows, D_IN]; pool: the page pool as elements; z float32 [*, Z_SPLITS, 16]. Work item = record x split.
+    x [rows, D_IN]; pool: the page pool as elements; z float32 [*, Z_SPLITS, TILE]. Work item = record x split.
     """
     item = tl.program_id(0)
     stride = tl.num_programs(0)
@@ -204,119 +181,201 @@ def shrink_kernel(
         list_at = tl.load(record_ptr + record * SHRINK_WORDS + 3)
         rows = _row_ids(meta16_ptr + record * (META_WORDS * 2) + META_ROWS * 2, row0, i, i < BM, GATHER)
     if PDL:
-        gdc_wait()
+        # One program that waits is enough to keep this kernel from ending before the one in front of it.
+        if tl.program_id(0) == 0:
+            gdc_wait()
 
 
 @triton.jit
-def _add_product(acc, z, b, F32_DOT: tl.constexpr):
-    """acc + B^T-tile x Z-tile, transposed: [BN, BM] += b [16, BN]^T z [BM, 16]^T, Z rounded to the factors' type.
+def _add_product(acc, z, b, BM: tl.constexpr, F32_DOT: tl.constexpr):
+    """acc + Z [BM, TILE] x B^T-tile [TILE, BN], both of the factors' type.
 
-    Columns are the long side of the matrix instruction, so that a block of 8 rows wastes nothing.
+    Small blocks are multiplied transposed, acc [BN, BM]: columns on the long side of the matrix instruction, so that
+    8 rows waste nothing.
     """
-    left = tl.trans(b)
-    right = tl.trans(z.to(b.dtype))
     if F32_DOT:
-        return acc + tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
-    return tl.dot(left, right, acc, input_precision="ieee")
+        z = z.to(tl.float32)
+        b = b.to(tl.float32)
+    if BM < 16:
+        acc = tl.dot(tl.trans(b), tl.trans(z), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(z, b, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
-def _z_tile(z_ptr, z_row, i, mine, s, rank, Z_SPLITS: tl.constexpr, SPLITS: tl.constexpr):
-    """Z of one rank tile, [BM, 16] float32: the partial sums added in one order."""
-    at = (
-        (z_row + i).to(tl.int64)[:, None, None] * (Z_SPLITS * TILE)
-        + s[None, :, None] * TILE
-        + rank[None, None, :]
+def _z_tile(
+    z_ptr, z_row, i, mine, Z_SPLITS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """Z of one rank tile, [BM, TILE] float32: the partial sums added in one order.
+
+    Ranks beyond the true one hold what a shrink left there, so B's zeros must meet finite numbers: the shrink writes
+    whole tiles.
+    """
+    rank = tl.arange(0, TILE)
+    at = z_ptr + (z_row + i).to(tl.int64)[:, None] * (Z_SPLITS * TILE) + rank[None, :]
+    if BM < 16:
+        s = tl.arange(0, Z_SPLITS)
+        keep = mine[:, None, None] & (s < SPLITS)[None, :, None]
+        z = tl.sum(tl.load(at[:, None, :] + (s * TILE)[None, :, None], mask=keep, other=0.0), axis=1)
+    else:
+        z = tl.load(at, mask=mine[:, None], other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            z += tl.load(at + split * TILE, mask=mine[:, None], other=0.0)
+    return z
+
+
+@triton.jit
+def _inside(rows, n, d_out, EVEN: tl.constexpr):
+    """Mask [rows, columns]; one column wide where no tile sticks out, which keeps loads vectorised."""
+    if EVEN:
+        return rows[:, None]
+    else:
+        return rows[:, None] & (n < d_out)[None, :]
+
+
+@triton.jit
+def _b_tile(
+    pool_ptr, list_ptr, base, list_at, done, ranks, d_out, n, wanted, TILE: tl.constexpr, EVEN: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """[TILE, BN] of B-transposed from rank row `done` on; zeros where there is none or it is not wanted."""
+    rank = tl.arange(0, TILE)
+    live = (rank < ranks - done) & wanted
+    at_list = tl.where(list_at >= 0, list_at + done, -1)
+    rows = _rank_rows(list_ptr, base + done * d_out, at_list, rank, d_out, live, ALIGNED)
+    return tl.load(pool_ptr + rows[:, None] + n[None, :], mask=_inside(live, n, d_out, EVEN), other=0.0)
+
+
+@triton.jit
+def _place(item, wide, run, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr):
+    """(block, module of the group, first tile, last tile) of an expand item; the first `wide` blocks go tile by tile."""
+    is_wide = item < wide * (T0 + T1 + T2)
+    length = tl.where(is_wide, 1, run)
+    runs0 = tl.cdiv(T0, length)
+    runs1 = tl.cdiv(T1, length)
+    runs = runs0 + runs1 + tl.cdiv(T2, length)
+    local = tl.where(is_wide, item, item - wide * (T0 + T1 + T2))
+    block = local // runs + tl.where(is_wide, 0, wide)
+    part = local % runs
+    second = (part >= runs0).to(tl.int32)
+    third = (part >= runs0 + runs1).to(tl.int32)
+    first = (part - second * runs0 - third * runs1) * length
+    tiles = tl.where(third == 1, T2, tl.where(second == 1, T1, T0))
+    return block, second + third, first, tl.minimum(first + length, tiles)
+
+
+@triton.jit
+def _expand_record(record_ptr, record64_ptr, at):
+    """(address of B, true rank, scale, address list or -1, flags) of an expand record."""
+    word = record_ptr + at * EXPAND_WORDS
+    scale = tl.load(word + 3).to(tl.float32, bitcast=True)
+    return (
+        tl.load(record64_ptr + at * (EXPAND_WORDS // 2)),
+        tl.load(word + 2),
+        scale,
+        tl.load(word + 4),
+        tl.load(word + 5),
     )
-    keep = mine[:, None, None] & (s < SPLITS)[None, :, None]
-    return tl.sum(tl.load(z_ptr + at, mask=keep, other=0.0), axis=1)
 
 
-@triton.jit(do_not_specialize=["block_cap"])
+@triton.jit
+def _scale_and_shift(out, pool32_ptr, vector_ptr, record64_ptr, at, flags, n, d_out):
+    """g * out + c for the columns n, where the record's flags say that there is a g (1) or a c (2)."""
+    index = tl.load(record64_ptr + at * (EXPAND_WORDS // 2) + 3)
+    g_at = tl.load(vector_ptr + index * 2)
+    c_at = tl.load(vector_ptr + index * 2 + 1)
+    g = tl.load(pool32_ptr + g_at + n, mask=(n < d_out) & ((flags & 1) != 0), other=1.0)
+    c = tl.load(pool32_ptr + c_at + n, mask=(n < d_out) & ((flags & 2) != 0), other=0.0)
+    return out * g[None, :] + c[None, :]
+
+
+@triton.jit
+def _expand_block(blocks_ptr, blocks16_ptr, block, module, i, BM: tl.constexpr, GATHER: tl.constexpr):
+    """(rows in it, first row of Z of the module, row numbers [BM]) of a block."""
+    head = blocks_ptr + block * BLOCK_WORDS
+    listed = blocks16_ptr + block * (BLOCK_WORDS * 2) + BLOCK_ROWS * 2
+    rows = _row_ids(listed, tl.load(head + 2), i, i < BM, GATHER)
+    return tl.load(head + 1), tl.load(head + BLOCK_FIRST_Z + module), rows
+
+
+@triton.jit
 def expand_kernel(
     y_ptr, pool_ptr, pool32_ptr, z_ptr, head_ptr, blocks_ptr, blocks16_ptr, record_ptr, record64_ptr, list_ptr,
-    vector_ptr, y_stride, block_cap,
-    M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, FIRST_MODULE: tl.constexpr,
+    vector_ptr, y_stride,
+    M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, FIRST_MODULE: tl.constexpr, WIDE_AT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr,
-    F32_DOT: tl.constexpr, PDL: tl.constexpr, VECTORS: tl.constexpr,
+    F32_DOT: tl.constexpr, PDL: tl.constexpr, VECTORS: tl.constexpr, TILE: tl.constexpr, MAX_RUN: tl.constexpr,
 ):  # fmt: skip
-    """y[row, slice] = g * (y + s * Z B^T) + c over one column tile of one module.
+    """y[row, slice] = g * (y + s * Z B^T) + c.
 
-    y [rows, M0 + M1 + M2]: outputs of up to three modules side by side (0: absent). Work item = block x column tile.
+    y [rows, M0 + M1 + M2]: outputs of up to three modules side by side. Work item = block x run of column tiles of one
+    module. Runs are as long as the grid stays full (at most MAX_RUN tiles): Z is added up once for many columns where
+    there is much to do, and work spreads where there is little. Blocks with several rank tiles, the first ones, go tile
+    by tile. Columns are independent: the length of a run changes no result.
     """
     T0: tl.constexpr = (M0 + BN - 1) // BN
     T1: tl.constexpr = (M1 + BN - 1) // BN
     T2: tl.constexpr = (M2 + BN - 1) // BN
     TILES: tl.constexpr = T0 + T1 + T2
     ALIGNED: tl.constexpr = (M0 % 16 == 0) and (M1 % 16 == 0) and (M2 % 16 == 0)
+    EVEN: tl.constexpr = (M0 % BN == 0) and (M1 % BN == 0) and (M2 % BN == 0)
     item = tl.program_id(0)
     stride = tl.num_programs(0)
     i = tl.arange(0, BM)
-    s = tl.arange(0, Z_SPLITS)
-    rank = tl.arange(0, TILE)
-    total = tl.load(head_ptr) * TILES
+    blocks = tl.load(head_ptr)
+    wide = tl.minimum(tl.load(head_ptr + WIDE_AT), blocks)
+    run = tl.minimum(tl.maximum(((blocks - wide) * TILES + stride - 1) // stride, 1), MAX_RUN)
+    total = wide * TILES + (blocks - wide) * (tl.cdiv(T0, run) + tl.cdiv(T1, run) + tl.cdiv(T2, run))
+    if PDL:  # one program that waits keeps this kernel from ending before the one in front of it
+        if (item == 0) & (total == 0):
+            gdc_wait()
     while item < total:
-        block = item // TILES
-        tile = item % TILES
-        second = (tile >= T0).to(tl.int32)
-        third = (tile >= T0 + T1).to(tl.int32)
-        module = second + third
-        tile = tile - second * T0 - third * T1
-        d_out = tl.where(third == 1, M2, tl.where(second == 1, M1, M0))
-        column0 = second * M0 + third * M1
+        block, module, first, last = _place(item, wide, run, T0, T1, T2)
+        d_out = tl.where(module == 2, M2, tl.where(module == 1, M1, M0))
+        column0 = tl.where(module == 2, M0 + M1, tl.where(module == 1, M0, 0))
         if ALIGNED:
             d_out = tl.multiple_of(d_out, 16)
             column0 = tl.multiple_of(column0, 16)
         at = block * LAYER_MODULES + FIRST_MODULE + module
-        base = tl.load(record64_ptr + at * (EXPAND_WORDS // 2))
-        ranks = tl.load(record_ptr + at * EXPAND_WORDS + 2)
-        scale = tl.load(record_ptr + at * EXPAND_WORDS + 3).to(tl.float32, bitcast=True)
-        list_at = tl.load(record_ptr + at * EXPAND_WORDS + 4)
-        flags = tl.load(record_ptr + at * EXPAND_WORDS + 5)
-        count = tl.load(blocks_ptr + block * BLOCK_WORDS + 1)
-        row0 = tl.load(blocks_ptr + block * BLOCK_WORDS + 2)
-        z_row = tl.load(blocks_ptr + block * BLOCK_WORDS + BLOCK_FIRST_Z + FIRST_MODULE + module)
-        rows = _row_ids(blocks16_ptr + block * (BLOCK_WORDS * 2) + BLOCK_ROWS * 2, row0, i, i < BM, GATHER)
-        if (ranks > 0) | (flags > 0):
-            mine = i < count
-            n = tile * BN + tl.arange(0, BN)
-            inside = n < d_out
-            b_rows = _rank_rows(list_ptr, base, list_at, rank, d_out, rank < ranks, ALIGNED)
-            b = tl.load(
-                pool_ptr + b_rows[:, None] + n[None, :],
-                mask=(rank < ranks)[:, None] & inside[None, :],
-                other=0.0,
-            )
-            if PDL:
-                gdc_wait()
-                gdc_launch_dependents()
-            keep = mine[:, None] & inside[None, :]
-            y_at = y_ptr + (rows * y_stride + column0)[:, None] + n[None, :]
-            y = tl.load(y_at, mask=keep, other=0.0)
-            acc = tl.zeros([BN, BM], dtype=tl.float32)
-            z = _z_tile(z_ptr, z_row, i, mine & (ranks > 0), s, rank, Z_SPLITS, SPLITS)
-            for done in tl.range(16, ranks, 16, num_stages=1):
-                live = rank < ranks - done
-                at_list = tl.where(list_at >= 0, list_at + done, -1)
-                more = _rank_rows(list_ptr, base + done * d_out, at_list, rank, d_out, live, ALIGNED)
-                next_b = tl.load(
-                    pool_ptr + more[:, None] + n[None, :], mask=live[:, None] & inside[None, :], other=0.0
+        base, ranks, scale, list_at, flags = _expand_record(record_ptr, record64_ptr, at)
+        count, z_row, rows = _expand_block(
+            blocks_ptr, blocks16_ptr, block, FIRST_MODULE + module, i, BM, GATHER
+        )
+        mine = (i < count) & ((ranks > 0) | (flags > 0))
+        n = first * BN + tl.arange(0, BN)
+        b = _b_tile(pool_ptr, list_ptr, base, list_at, 0, ranks, d_out, n, True, TILE, EVEN, ALIGNED)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        y_rows = y_ptr + (rows * y_stride + column0)[:, None]
+        y = tl.load(y_rows + n[None, :], mask=_inside(mine, n, d_out, EVEN), other=0.0)
+        z0 = _z_tile(z_ptr, z_row, i, mine & (ranks > 0), Z_SPLITS, SPLITS, TILE, BM).to(b.dtype)
+        for tile in tl.range(first, last, num_stages=1):
+            next_n = n + BN
+            if MAX_RUN > 1:
+                go = tile + 1 < last
+                next_b = _b_tile(
+                    pool_ptr, list_ptr, base, list_at, 0, ranks, d_out, next_n, go, TILE, EVEN, ALIGNED
                 )
-                z_row += count
-                next_z = _z_tile(z_ptr, z_row, i, mine, s, rank, Z_SPLITS, SPLITS)
-                acc = _add_product(acc, z, b, F32_DOT)
-                b = next_b
-                z = next_z
-            acc = _add_product(acc, z, b, F32_DOT)
-            out = y.to(tl.float32) + tl.trans(acc) * scale
-            if VECTORS and flags > 0:
-                index = tl.load(record64_ptr + at * (EXPAND_WORDS // 2) + 3)
-                g_at = tl.load(vector_ptr + index * 2)
-                c_at = tl.load(vector_ptr + index * 2 + 1)
-                g = tl.load(pool32_ptr + g_at + n, mask=inside & ((flags & 1) != 0), other=1.0)
-                c = tl.load(pool32_ptr + c_at + n, mask=inside & ((flags & 2) != 0), other=0.0)
-                out = out * g[None, :] + c[None, :]
-            tl.store(y_at, out.to(y.dtype), mask=keep)
+                y_keep = _inside(mine & go, next_n, d_out, EVEN)
+                next_y = tl.load(y_rows + next_n[None, :], mask=y_keep, other=0.0)
+            acc = tl.zeros([BN, BM] if BM < 16 else [BM, BN], dtype=tl.float32)
+            acc = _add_product(acc, z0, b, BM, F32_DOT)
+            for done in tl.range(TILE, ranks, TILE, num_stages=1):
+                b = _b_tile(
+                    pool_ptr, list_ptr, base, list_at, done, ranks, d_out, n, True, TILE, EVEN, ALIGNED
+                )
+                z = _z_tile(z_ptr, z_row + done // TILE * count, i, mine, Z_SPLITS, SPLITS, TILE, BM)
+                acc = _add_product(acc, z.to(b.dtype), b, BM, F32_DOT)
+            if BM < 16:
+                acc = tl.trans(acc)
+            out = y.to(tl.float32) + acc * scale
+            if VECTORS:
+                if flags > 0:
+                    out = _scale_and_shift(out, pool32_ptr, vector_ptr, record64_ptr, at, flags, n, d_out)
+            tl.store(y_rows + n[None, :], out.to(y.dtype), mask=_inside(mine, n, d_out, EVEN))
+            n = next_n
+            if MAX_RUN > 1:
+                b, y = next_b, next_y
         item += stride
-    if PDL:
-        gdc_wait()

@@ -25,6 +25,8 @@ from loraplex.ops.factor_table import FactorTable
 from loraplex.ops.worklist import (
     BLOCK_WORDS,
     GROUPS,
+    HEAD_RECORDS,
+    HEAD_WIDE,
     HEAD_WORDS,
     RANK_TILE,
     Capacity,
@@ -40,11 +42,12 @@ MODULES: Final = 7
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How one phase runs. Results are bitwise functions of `splits`, `chunk_floor` and `max_bk`, not of the rest.
+    """How one phase runs. Results are bitwise functions of `splits`, `chunk_floor`, `max_bk` and `rank_tile`, not of the rest.
 
     block_rows: rows of a block. splits: most chunks of d_in; chunk_floor: fewest elements of a chunk. max_bk: elements
     loaded at once; a longer chunk is a loop with `stages` stages. bn: columns of an expand tile. *_warps, *_ctas: warps
-    of a program, programs of the grid for each multiprocessor. pdl: programmatic dependent launch.
+    of a program, programs of the grid for each multiprocessor. pdl: programmatic dependent launch. rank_tile: ranks of a
+    record. max_run: most column tiles of one expand program.
     """
 
     block_rows: int
@@ -58,31 +61,18 @@ class Tuning:
     expand_ctas: int
     stages: int = 1
     pdl: bool = True
+    rank_tile: int = RANK_TILE
+    max_run: int = 8
 
 
 DECODE: Final = Tuning(
-    block_rows=8,
-    splits=16,
-    chunk_floor=64,
-    max_bk=1024,
-    bn=256,
-    shrink_warps=4,
-    expand_warps=4,
-    shrink_ctas=8,
-    expand_ctas=8,
-)
+    block_rows=4, splits=16, chunk_floor=64, max_bk=256, bn=128, shrink_warps=1, expand_warps=1, shrink_ctas=16,
+    expand_ctas=8, stages=3,
+)  # fmt: skip
 PREFILL: Final = Tuning(
-    block_rows=64,
-    splits=4,
-    chunk_floor=128,
-    max_bk=128,
-    bn=128,
-    shrink_warps=4,
-    expand_warps=4,
-    shrink_ctas=3,
-    expand_ctas=6,
-    stages=4,
-)
+    block_rows=32, splits=2, chunk_floor=128, max_bk=128, bn=128, shrink_warps=4, expand_warps=4, shrink_ctas=3,
+    expand_ctas=16, stages=4, rank_tile=32, max_run=1,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +106,8 @@ def shrink_constants(
     """Constexprs and launch options of a group's shrink."""
     return {
         "D_IN": d_in[GROUPS[group][0]], "BM": tuning.block_rows, "BK": cut.bk, "STEPS": cut.steps,
-        "SPLITS": cut.splits, "Z_SPLITS": cut.z_splits, "STAGES": tuning.stages, "num_warps": tuning.shrink_warps,
+        "SPLITS": cut.splits, "Z_SPLITS": cut.z_splits, "STAGES": tuning.stages,
+        "TILE": tuning.rank_tile, "num_warps": tuning.shrink_warps,
         **_common(phase, tuning, interpreted),
     }  # fmt: skip
 
@@ -129,7 +120,8 @@ def expand_constants(
     widths = [*d_out[first:last], 0, 0][:3]
     return {
         "M0": widths[0], "M1": widths[1], "M2": widths[2], "BM": tuning.block_rows, "BN": tuning.bn,
-        "SPLITS": cut.splits, "Z_SPLITS": cut.z_splits, "VECTORS": True, "num_warps": tuning.expand_warps,
+        "SPLITS": cut.splits, "Z_SPLITS": cut.z_splits, "VECTORS": True,
+        "TILE": tuning.rank_tile, "MAX_RUN": tuning.max_run, "num_warps": tuning.expand_warps,
         **_common(phase, tuning, interpreted),
     }  # fmt: skip
 
@@ -137,15 +129,23 @@ def expand_constants(
 def capacity(phase: Phase, rows: int, runs: int, max_rank: int, tuning: Tuning) -> Capacity:
     """Room for any batch of `rows` rows in at most `runs` adapter runs with ranks up to `max_rank`."""
     blocks = rows if phase is Phase.DECODE else -(-rows // tuning.block_rows) + runs
-    tiles = -(-max_rank // RANK_TILE)
+    tiles = -(-max_rank // tuning.rank_tile)
     records = [(last - first) * tiles * blocks for first, last in GROUPS]
     widest = max(last - first for first, last in GROUPS)
     return Capacity(
         phase,
         tuning.block_rows,
+        tuning.rank_tile,
         blocks,
         (records[0], records[1], records[2], records[3]),
         widest * tiles * rows,
+    )
+
+
+def module_bases(records: Sequence[int]) -> tuple[int, ...]:
+    """Where each module's group begins in the record lists; records: room of each group."""
+    return tuple(
+        sum(records[:group]) for group, (first, last) in enumerate(GROUPS) for _ in range(first, last)
     )
 
 
@@ -189,9 +189,12 @@ class LoraStep:
         self.meta = ints(self.records, META_WORDS)
         self.shrink_records = ints(layers, self.records, SHRINK_WORDS)
         self.expand_records = ints(layers, blocks * MODULES, EXPAND_WORDS)
+        self.fence = ints(1)
         self.starts = [sum(self.room.records[:group]) for group in range(len(GROUPS))]
         z_splits = max(chunks(d_in, self.tuning).z_splits for d_in in self.table.d_in)
-        self.z = torch.zeros(self.room.z_rows * z_splits * RANK_TILE, dtype=torch.float32, device=device)
+        self.z = torch.zeros(
+            self.room.z_rows * z_splits * self.tuning.rank_tile, dtype=torch.float32, device=device
+        )
 
     @property
     def scratch_bytes(self) -> int:
@@ -209,17 +212,18 @@ class LoraStep:
         self.head[: packed.numel()].copy_(packed, non_blocking=True)
 
     def fill(self) -> None:
-        """Make the records of all layers from the work list on the device. Two kernels at least must lie between this
-        and the first `shrink`, or one that waits for all before it: a shrink reads its records before it waits.
-        """
+        """Make the records of all layers from the work list on the device."""
         table = self.table
         grid = (self.room.blocks, table.layers)
         kernels.records_kernel[grid](
             self.head, self.blocks, table.addresses, table.ranks, table.scales.view(torch.int32), table.flags,
-            table.tiles, self.meta, self.shrink_records, self.shrink_records.view(torch.int64), self.expand_records,
-            self.expand_records.view(torch.int64), table.layers, self.room.blocks, self.records, *table.d_in,
-            *self.starts, MAX_TILES=MAX_RANK // RANK_TILE, num_warps=1,
+            table.max_ranks_device, self.meta, self.shrink_records, self.shrink_records.view(torch.int64), self.expand_records,
+            self.expand_records.view(torch.int64), table.layers, self.room.blocks, self.records,
+            D_IN=table.d_in, BASES=module_bases(self.room.records), TILE=self.tuning.rank_tile, MAX_TILES=MAX_RANK // self.tuning.rank_tile, num_warps=1,
         )  # fmt: skip
+        # A shrink reads its records before it waits for the kernel in front of it; this one stands between and waits
+        # for the records itself.
+        self.fence.zero_()
 
     def prepare(self, work: WorkList) -> None:
         """`send` and `fill` for a step that is not captured."""
@@ -235,7 +239,7 @@ class LoraStep:
         records = self.shrink_records[layer, start : start + cap]
         kernels.shrink_kernel[(self.multiprocessors * self.tuning.shrink_ctas,)](
             x, self.pool, self.z, self.head, meta, meta.view(torch.int16), records, records.view(torch.int64),
-            self.table.row_list, x.stride(0), cap, COUNT_AT=1 + group,
+            self.table.row_list, x.stride(0), cap, COUNT_AT=HEAD_RECORDS + group,
             **shrink_constants(self.table.d_in, group, cut, self.phase, self.tuning, self.interpreted),
         )  # fmt: skip
 
@@ -246,8 +250,8 @@ class LoraStep:
         records = self.expand_records[layer]
         kernels.expand_kernel[(self.multiprocessors * self.tuning.expand_ctas,)](
             y, self.pool, self.pool32, self.z, self.head, self.blocks, self.blocks.view(torch.int16), records,
-            records.view(torch.int64), self.table.row_list, self.table.vectors, y.stride(0), self.room.blocks,
-            FIRST_MODULE=first,
+            records.view(torch.int64), self.table.row_list, self.table.vectors, y.stride(0),
+            FIRST_MODULE=first, WIDE_AT=HEAD_WIDE + group,
             **expand_constants(
                 self.table.d_out, group, self._chunks[group], self.phase, self.tuning, self.interpreted
             ),
@@ -287,33 +291,50 @@ _ELEMENTS: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32
 
 def compile_plan(
     d_in: Sequence[int], d_out: Sequence[int], phase: Phase, dtype: torch.dtype, tuning: Tuning | None = None
-) -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
+) -> list[tuple[Any, dict[str, str], dict[Any, Any], dict[str, Any]]]:
     """(kernel, signature, constexprs, options) of every kernel that a model's shapes need, for compiling ahead."""
     tuning = tuning or (DECODE if phase is Phase.DECODE else PREFILL)
-    chosen: dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, Any]]] = {}
+    chosen: dict[str, tuple[Any, dict[str, str], dict[Any, Any], dict[str, Any]]] = {}
 
     def add(kernel: Any, values: dict[str, Any]) -> None:
-        options = {name: values.pop(name) for name in ("num_warps", "launch_pdl") if name in values}
-        signature = {
+        options: dict[str, Any] = {
+            name: values.pop(name) for name in ("num_warps", "launch_pdl") if name in values
+        }
+        signature: dict[str, str] = {
             name: "constexpr" if name in values
             else ("*" + _POINTERS.get(name, "i32").replace("t", _ELEMENTS[dtype]) if name.endswith("_ptr") else "i32")
             for name in kernel.arg_names
         }  # fmt: skip
-        constants = {(kernel.arg_names.index(name),): value for name, value in values.items()}
-        chosen[f"{kernel.__name__}{sorted(values.items())}"] = (kernel, signature, constants, options)  # type: ignore[assignment]
+        constants: dict[Any, Any] = {(kernel.arg_names.index(name),): value for name, value in values.items()}
+        chosen[f"{kernel.__name__}{sorted(values.items())}"] = (kernel, signature, constants, options)
 
-    bases = {f"BASE{group}": 16 * group for group in range(len(GROUPS))}
-    widths = {f"D{module}": d_in[module] for module in range(MODULES)}
-    add(kernels.records_kernel, {**widths, **bases, "MAX_TILES": MAX_RANK // RANK_TILE, "num_warps": 1})
+    bases = module_bases(capacity(phase, 64, 8, MAX_RANK, tuning).records)
+    add(
+        kernels.records_kernel,
+        {
+            "D_IN": tuple(d_in),
+            "BASES": bases,
+            "TILE": tuning.rank_tile,
+            "MAX_TILES": MAX_RANK // tuning.rank_tile,
+            "num_warps": 1,
+        },
+    )
     for group, (first, _) in enumerate(GROUPS):
         cut = chunks(d_in[first], tuning)
         add(
             kernels.shrink_kernel,
-            {"COUNT_AT": 1 + group, **shrink_constants(d_in, group, cut, phase, tuning, interpreted=False)},
+            {
+                "COUNT_AT": HEAD_RECORDS + group,
+                **shrink_constants(d_in, group, cut, phase, tuning, interpreted=False),
+            },
         )
         add(
             kernels.expand_kernel,
-            {"FIRST_MODULE": first, **expand_constants(d_out, group, cut, phase, tuning, interpreted=False)},
+            {
+                "FIRST_MODULE": first,
+                "WIDE_AT": HEAD_WIDE + group,
+                **expand_constants(d_out, group, cut, phase, tuning, interpreted=False),
+            },
         )
     return list(chosen.values())
 

@@ -29,7 +29,9 @@ ROWS: Final = 4
 ROW_WORDS: Final = 8
 FIRST_RECORD: Final = 12
 FIRST_Z: Final = 19
-HEAD_WORDS: Final = 8
+HEAD_WORDS: Final = 16
+HEAD_RECORDS: Final = 1
+HEAD_WIDE: Final = 5
 MAX_LISTED_ROW: Final = 0xFFFF
 
 GROUPS: Final = ((0, 3), (3, 4), (4, 6), (6, 7))
@@ -45,10 +47,12 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Room that the device buffers of one phase have. block_rows: rows of a full block (at most 16 in decode)."""
+    """Room that the device buffers of one phase have. block_rows: rows of a full block (at most 16 in decode).
+    rank_tile: ranks that one record covers."""
 
     phase: Phase
     block_rows: int
+    rank_tile: int
     blocks: int
     records: tuple[int, int, int, int]
     z_rows: int
@@ -58,8 +62,8 @@ class Capacity:
 class WorkList:
     """One phase's blocks.
 
-    packed: int32 [8 + blocks * 32]: head, then blocks. The head holds the number of blocks, then the number of shrink
-    records of each group. z_rows: rows of Z that the largest group writes.
+    packed: int32 [16 + blocks * 32]: head, then blocks. The head holds the number of blocks, the number of shrink records
+    of each group, and for each group how many leading blocks hold all that have more than one rank tile. z_rows: rows of Z that the largest group writes.
     """
 
     packed: I32
@@ -113,7 +117,7 @@ def build(rows: I32, offsets: I32, slots: I32, doff: int, max_ranks: I32, room: 
     if kept.size and (kept.min() < 0 or (room.phase is Phase.DECODE and kept.max() > MAX_LISTED_ROW)):
         raise _refuse(ErrorCode.PLAN_GROUPS, f"rows must be 0 to {MAX_LISTED_ROW}, got {int(kept.max())}")
     count = np.diff(bounds)
-    tiles = -(-max_ranks[owner] // RANK_TILE)
+    tiles = -(-max_ranks[owner] // room.rank_tile)
     order = np.argsort(-(tiles.sum(axis=1)), kind="stable")
     owner, count, tiles, first = owner[order], count[order], tiles[order], bounds[:-1][order]
     blocks = np.zeros((owner.size, BLOCK_WORDS), dtype=np.int32)
@@ -124,7 +128,7 @@ def build(rows: I32, offsets: I32, slots: I32, doff: int, max_ranks: I32, room: 
             lanes = np.minimum(np.arange(2 * ROW_WORDS)[None, :], (count - 1)[:, None]) + first[:, None]
             listed = kept[lanes].astype(np.uint16)
             blocks[:, ROWS : ROWS + ROW_WORDS] = listed.view(np.int32)
-    records, z_rows = [], 0
+    records, wide, z_rows = [], [], 0
     for group_first, group_last in GROUPS:
         group = tiles[:, group_first:group_last]
         used = group.reshape(-1).cumsum()
@@ -134,6 +138,8 @@ def build(rows: I32, offsets: I32, slots: I32, doff: int, max_ranks: I32, room: 
         blocks[:, FIRST_RECORD + group_first : FIRST_RECORD + group_last] = starts
         blocks[:, FIRST_Z + group_first : FIRST_Z + group_last] = z_starts
         records.append(int(used[-1]) if used.size else 0)
+        many = np.flatnonzero((group > 1).any(axis=1))
+        wide.append(int(many[-1]) + 1 if many.size else 0)
         z_rows = max(z_rows, int(z_used[-1]) if used.size else 0)
     if (
         owner.size > room.blocks
@@ -147,7 +153,8 @@ def build(rows: I32, offsets: I32, slots: I32, doff: int, max_ranks: I32, room: 
         )
     head = np.zeros(HEAD_WORDS, dtype=np.int32)
     head[0] = owner.size
-    head[1 : 1 + len(GROUPS)] = records
+    head[HEAD_RECORDS : HEAD_RECORDS + len(GROUPS)] = records
+    head[HEAD_WIDE : HEAD_WIDE + len(GROUPS)] = wide
     return WorkList(
         packed=np.concatenate([head, blocks.reshape(-1)]),
         blocks=int(owner.size),
@@ -156,4 +163,4 @@ def build(rows: I32, offsets: I32, slots: I32, doff: int, max_ranks: I32, room: 
     )
 
 
-assert len(LAYER_MODULES) == GROUPS[-1][1]
+assert len(LAYER_MODULES) == GROUPS[-1][1], "the groups cover the layer's modules"

@@ -1,0 +1,90 @@
+"""One captured launch pair serves every mix of adapters and ranks: bit for bit what eager launches give."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from loraplex.ops import worklist  # noqa: E402
+from loraplex.ops.factor_table import FactorTable, ModuleFactors  # noqa: E402
+from loraplex.ops.triton_lora import LoraStep, shrink_expand  # noqa: E402
+from loraplex.ops.worklist import Phase  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+ROWS, SLOTS, LAYERS, WIDTH = 32, 20, 2, 512
+RANKS = [1, 4, 8, 15, 16, 17, 32, 40, 64]
+
+
+def world() -> tuple[FactorTable, torch.Tensor]:
+    """A poisoned pool of 20 adapters of mixed ranks on all seven modules, 512 by 512."""
+    pool = torch.full((1 << 27,), 0xFF, dtype=torch.uint8, device=DEVICE)
+    table = FactorTable(SLOTS + 1, LAYERS, [WIDTH] * 7, [WIDTH] * 7, 2, DEVICE)
+    gen = torch.Generator(device=DEVICE).manual_seed(0)
+    at = 0
+    for slot in range(1, SLOTS + 1):
+        rank = RANKS[slot % len(RANKS)]
+        entries = []
+        for layer in range(LAYERS):
+            for module in range(7):
+                places = []
+                for _ in range(2):
+                    values = torch.randn(rank, WIDTH, device=DEVICE, generator=gen).to(torch.bfloat16)
+                    pool[at : at + values.numel() * 2] = values.view(torch.uint8).view(-1)
+                    places.append([(at, 0, rank)])
+                    at += values.numel() * 2 + 64
+                entries.append(ModuleFactors(layer, module, rank, 0.5, *places))
+        table.write(slot, entries)
+    return table, pool
+
+
+def lists(rng: np.random.Generator, table: FactorTable, step: LoraStep) -> worklist.WorkList:
+    owners = rng.integers(0, SLOTS + 1, ROWS)
+    owners[rng.random(ROWS) < rng.random()] = int(rng.integers(0, SLOTS + 1))
+    rows = np.flatnonzero(owners).astype(np.int32)
+    rows = rows[np.argsort(owners[rows], kind="stable")]
+    slots, counts = np.unique(owners[rows], return_counts=True)
+    offsets = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
+    return worklist.build(rows, offsets, slots.astype(np.int32), 0, table.max_ranks, step.room)
+
+
+def test_a_graph_replayed_over_a_thousand_mixes_equals_eager() -> None:
+    table, pool = world()
+    step, eager = (
+        LoraStep(table, pool, torch.bfloat16, Phase.DECODE, rows=ROWS, max_rank=64) for _ in range(2)
+    )
+    x = torch.randn(ROWS, WIDTH, device=DEVICE).to(torch.bfloat16)
+    y0 = torch.randn(ROWS, 3 * WIDTH, device=DEVICE).to(torch.bfloat16)
+    y = y0.clone()
+    rng = np.random.default_rng(1)
+    step.prepare(lists(rng, table, step))
+
+    def launches() -> None:
+        step.fill()
+        y.copy_(y0)
+        for layer in range(LAYERS):
+            shrink_expand(y, x, step, layer, 0)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        launches()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launches()
+    for _ in range(1000):
+        work = lists(rng, table, step)
+        step.send(torch.from_numpy(work.packed))
+        step.z.fill_(float("nan"))
+        graph.replay()
+        eager.prepare(work)
+        want = y0.clone()
+        for layer in range(LAYERS):
+            shrink_expand(want, x, eager, layer, 0)
+        assert torch.equal(y, want)
+        assert not torch.isnan(y).any()
