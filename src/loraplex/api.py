@@ -210,8 +210,7 @@ class LLM:
             self._store.delete(revision.prepared.register.kernel_digest)
 
     def _describe(self, revision: Revision) -> dict[str, Any]:
-        live = {entry["key"]: entry for entry in self._call(Inspect(0))["adapters"]}
-        return revision.describe(live.get(revision.key))
+        return revision.describe(self.inspect())
 
     def _call(self, message: RegisterAdapter | RemoveAdapter | Inspect) -> dict[str, Any]:
         self._calls += 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from loraplex.core.packed import run_boundaries
 from loraplex.core.plan import BatchPlan
 from loraplex.core.plan_check import PlanBounds, check_plan
-from loraplex.schedule.packing import Work, build_plan, group_rows, run_boundaries, sentinel_groups
+from loraplex.schedule.packing import Work, build_plan, group_rows, sentinel_groups
 
 A, B, C = 1, 2, 3
 BOUNDS = PlanBounds(

@@ -270,3 +270,36 @@ def test_preparation_in_a_process_equals_preparation_here(tmp_path: Path) -> Non
         asyncio.run(test())
     finally:
         pool.close()
+
+
+def test_images_go_with_the_last_revision_that_names_them() -> None:
+    reclaimed: list[str] = []
+
+    async def scenario() -> None:
+        async with asyncio.timeout(60):
+            engine, preparing = Engine(), Preparing()
+            service = AdapterService(engine, AdapterCatalog(), preparing, reclaimed.append)
+            await service.add("a", "one")
+            await service.add("b", "one")
+            await service.swap("a", "two")
+            await service.settled()
+            assert reclaimed == []  # b still names it
+            await service.remove("b")
+            await service.settled()
+            assert reclaimed == [key("one")]
+            preparing.gate.clear()
+            again = asyncio.create_task(service.add("c", "two"))
+            await asyncio.sleep(0)
+            await service.remove("a")
+            await service.settled()
+            assert reclaimed == [key("one")]  # a preparation may have found the image in the store
+            preparing.gate.set()
+            await again
+            assert reclaimed == [key("one")]
+            engine.refuse[key("three")] = InternalFault(ErrorCode.COPY_CHECKSUM, "damaged")
+            with pytest.raises(InternalFault):
+                await service.add("d", "three")
+            assert reclaimed == [key("one"), key("three")]
+            await service.close()
+
+    asyncio.run(scenario())

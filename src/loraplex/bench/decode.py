@@ -82,7 +82,7 @@ def _cases(options: DecodeOptions) -> list[DecodeCase]:
 
 def _prompts(options: DecodeOptions, count: int, vocab: int) -> list[list[int]]:
     rng = np.random.default_rng(1)
-    return [rng.integers(100, vocab - 100, options.prompt_tokens).tolist() for _ in range(count)]
+    return [rng.integers(0, vocab, options.prompt_tokens).tolist() for _ in range(count)]
 
 
 def _measure(options: DecodeOptions, case: DecodeCase, engine: str, run: Callable[[], int]) -> DecodeRow:

@@ -41,9 +41,10 @@ class Revision:
         """Semantic digest: what the engine calls it."""
         return self.prepared.identity.semantic
 
-    def describe(self, live: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The adapter's public JSON (DESIGN 5). live: the engine's view of its key, None when it has none."""
-        live = live or {}
+    def describe(self, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """The adapter's public JSON (DESIGN 5). figures: the engine's answer to `Inspect`."""
+        entries = [entry for entry in figures["adapters"] if entry["key"] == self.key]
+        live: Mapping[str, Any] = next((entry for entry in entries if not entry["removing"]), {})
         prepared = self.prepared
         return {
             "alias": self.alias,
@@ -57,7 +58,7 @@ class Revision:
             "tensors_total": prepared.tensors_total,
             "state": live.get("state", "absent"),
             "tier_bytes": {
-                "device": prepared.device_bytes if live.get("device_pages") else 0,
+                "device": live.get("device_pages", 0) * figures["pages"]["page_bytes"],
                 "host": prepared.host_bytes,
             },
             "leases": live.get("leases", 0),

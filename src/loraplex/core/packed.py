@@ -106,3 +106,11 @@ def bits_float(bits: I32) -> npt.NDArray[np.float32]:
 def empty(width: int = 1) -> I32:
     """An empty section of `width` columns."""
     return np.empty(0 if width == 1 else (0, width), dtype=np.int32)
+
+
+def run_boundaries(keys: I32) -> tuple[I32, I32]:
+    """Contiguous runs of equal keys. keys [n] -> offsets [K + 1], key of each run [K]."""
+    if keys.size == 0:
+        return np.zeros(1, dtype=np.int32), empty()
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(keys)) + 1])
+    return np.append(starts, keys.size).astype(np.int32), keys[starts]

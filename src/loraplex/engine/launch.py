@@ -10,12 +10,12 @@ import numpy as np
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import PlanDiscarded
+from loraplex.core.packed import run_boundaries
 from loraplex.core.plan import BatchPlan
 from loraplex.core.plan_check import check_plan
 from loraplex.core.ports import Backend
 from loraplex.engine.state import EngineState, Flight
 from loraplex.memory.pages import PageState
-from loraplex.schedule.packing import run_boundaries
 from loraplex.schedule.planner import plan_selection
 from loraplex.schedule.select import Selection
 

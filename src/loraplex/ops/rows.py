@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from loraplex.core.packed import run_boundaries
 from loraplex.core.plan import BatchPlan
 from loraplex.ops.interface import RowSet
 
@@ -58,8 +59,8 @@ def _logit_groups(plan: BatchPlan) -> RowGroups:
     adapters = plan.row_adapters[plan.logit_rows]
     active = np.flatnonzero(adapters)
     grouped = active[np.argsort(adapters[active], kind="stable")].astype(np.int32)
-    offsets, slots = _runs(adapters[grouped])
-    segment_offsets, segment_adapters = _runs(adapters)
+    offsets, slots = run_boundaries(adapters[grouped])
+    segment_offsets, segment_adapters = run_boundaries(adapters)
     return RowGroups(
         rows=int(adapters.size),
         adapters=adapters,
@@ -70,10 +71,3 @@ def _logit_groups(plan: BatchPlan) -> RowGroups:
         segment_adapters=segment_adapters,
         doff=int(np.count_nonzero(plan.logit_rows < plan.doff)),
     )
-
-
-def _runs(keys: I32) -> tuple[I32, I32]:
-    if keys.size == 0:
-        return np.zeros(1, dtype=np.int32), np.empty(0, dtype=np.int32)
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(keys)) + 1])
-    return np.append(starts, keys.size).astype(np.int32), keys[starts]

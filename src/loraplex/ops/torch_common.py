@@ -167,7 +167,10 @@ class TorchOps:
     def _module(
         self, y: torch.Tensor, x: torch.Tensor, layer: int, module: Module, groups: RowGroups
     ) -> None:
-        raise NotImplementedError
+        """Add the branch of one module to y [rows, d_out] for x [rows, d_in]; families that fuse modules have none."""
+        raise InternalFault(
+            ErrorCode.OPERATOR_PLAN_UNSUPPORTED, f"{type(self).__name__} does not run modules one at a time"
+        )
 
     def _rows(self, groups: RowGroups, index: int) -> torch.Tensor:
         lo, hi = int(groups.group_offsets[index]), int(groups.group_offsets[index + 1])

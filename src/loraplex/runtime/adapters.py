@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,11 +58,25 @@ def local_source(source: str, roots: Sequence[str | os.PathLike[str]]) -> str:
     return str(real)
 
 
+def _keep(kernel_digest: str) -> None:
+    """Images stay where they are."""
+
+
 class AdapterService:
     """What names mean now, kept in step with the engine. Its methods are called from one event loop."""
 
-    def __init__(self, engine: EngineCalls, catalog: AdapterCatalog, prepare: Prepare) -> None:
+    def __init__(
+        self,
+        engine: EngineCalls,
+        catalog: AdapterCatalog,
+        prepare: Prepare,
+        reclaim: Callable[[str], object] = _keep,
+    ) -> None:
+        """reclaim: called with the kernel digest of an image that no revision names any more."""
         self._engine = engine
+        self._reclaim = reclaim
+        self._preparing = 0
+        self._unnamed: dict[str, str] = {}
         self._catalog = catalog
         self._prepare = prepare
         self._change = asyncio.Lock()
@@ -104,8 +118,7 @@ class AdapterService:
     async def add(self, alias: str, source: str) -> Revision:
         """Publish the first revision of a new alias; `adapter_exists` when it has one."""
         self._catalog.check_new(alias)
-        prepared = await self._prepare(source)
-        async with self._change:
+        async with self._prepared(source) as prepared, self._change:
             self._catalog.check_new(alias)
             await self._register(prepared)
             return self._catalog.add(alias, source, prepared)
@@ -113,8 +126,7 @@ class AdapterService:
     async def swap(self, alias: str, source: str, expected: int | None = None) -> Revision:
         """Publish a new revision of an alias. expected: the revision to replace; another one is a conflict."""
         self._check_expected(alias, expected)
-        prepared = await self._prepare(source)
-        async with self._change:
+        async with self._prepared(source) as prepared, self._change:
             return await self._swap(alias, source, prepared, expected)
 
     async def put(self, alias: str, source: str, expected: int | None = None) -> Revision:
@@ -123,8 +135,7 @@ class AdapterService:
             self._catalog.check_new(alias)
         else:
             self._check_expected(alias, expected)
-        prepared = await self._prepare(source)
-        async with self._change:
+        async with self._prepared(source) as prepared, self._change:
             if self._catalog.get(alias) is not None or expected is not None:
                 return await self._swap(alias, source, prepared, expected)
             await self._register(prepared)
@@ -134,7 +145,7 @@ class AdapterService:
         """Take an alias away. It is unknown at once; its adapter leaves the engine when nothing uses it any more."""
         async with self._change:
             revision = self._catalog.remove(alias)
-            self._retire_later(revision.key)
+            self._retire_later(revision)
             return revision
 
     async def restore(self) -> dict[str, LoraplexError]:
@@ -152,12 +163,12 @@ class AdapterService:
     async def describe(self, alias: str) -> dict[str, Any]:
         """One adapter with the engine's view of it (DESIGN 5)."""
         revision = self._catalog.current(alias)
-        return describe(revision, await self._engine.call(Inspect(0)))
+        return revision.describe(await self._engine.call(Inspect(0)))
 
     async def describe_all(self) -> list[dict[str, Any]]:
         """Every adapter, by alias."""
         figures = await self._engine.call(Inspect(0))
-        return [describe(revision, figures) for revision in sorted(self._catalog, key=lambda r: r.alias)]
+        return [revision.describe(figures) for revision in sorted(self._catalog, key=lambda r: r.alias)]
 
     async def settled(self) -> None:
         """Wait until nothing is on its way out of the engine."""
@@ -186,8 +197,31 @@ class AdapterService:
         self._check_expected(alias, expected)
         await self._register(prepared)
         old, new = self._catalog.swap(alias, source, prepared, expected)
-        self._retire_later(old.key)
+        self._retire_later(old)
         return new
+
+    @asynccontextmanager
+    async def _prepared(self, source: str) -> AsyncIterator[PreparedAdapter]:
+        """Prepare an adapter; until the context ends, no image is reclaimed that it may have found in the store."""
+        self._preparing += 1
+        try:
+            prepared = await self._prepare(source)
+            digest = prepared.register.kernel_digest
+            self._unnamed[digest] = prepared.identity.semantic
+            yield prepared
+        finally:
+            self._preparing -= 1
+            self._reclaim_unnamed()
+
+    def _reclaim_unnamed(self) -> None:
+        """Give up images whose adapter the engine no longer has, unless a preparation may be about to name one."""
+        if self._preparing:
+            return
+        for digest, key in list(self._unnamed.items()):
+            if key not in self._retiring:
+                del self._unnamed[digest]
+                if key not in self._registered and not self._catalog.shares(key):
+                    self._reclaim(digest)
 
     async def _register(self, prepared: PreparedAdapter) -> None:
         key = prepared.identity.semantic
@@ -195,7 +229,9 @@ class AdapterService:
             await self._engine.call(prepared.register)
             self._registered.add(key)
 
-    def _retire_later(self, key: str) -> None:
+    def _retire_later(self, revision: Revision) -> None:
+        key = revision.key
+        self._unnamed[revision.prepared.register.kernel_digest] = key
         if self._catalog.shares(key) or key in self._retiring:
             return
         unbound = asyncio.Event()
@@ -221,30 +257,4 @@ class AdapterService:
             self.retire_failures[key] = error
         finally:
             del self._retiring[key]
-
-
-def describe(revision: Revision, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """An adapter's public JSON. figures: the engine's reply to `Inspect`; it may hold an entry on its way out."""
-    entries = [entry for entry in figures["adapters"] if entry["key"] == revision.key]
-    entry: Mapping[str, Any] = next((e for e in entries if not e["removing"]), {})
-    prepared = revision.prepared
-    return {
-        "alias": revision.alias,
-        "revision": revision.revision,
-        "artifact_digest": prepared.identity.artifact,
-        "semantic_digest": prepared.identity.semantic,
-        "method": prepared.method,
-        "ranks": list(prepared.ranks),
-        "targets": list(prepared.targets),
-        "tensors_applied": prepared.tensors_applied,
-        "tensors_total": prepared.tensors_total,
-        "state": entry.get("state", "absent"),
-        "tier_bytes": {
-            "device": entry.get("device_pages", 0) * figures["pages"]["page_bytes"],
-            "host": prepared.host_bytes,
-        },
-        "leases": entry.get("leases", 0),
-        "pinned": entry.get("pinned", False),
-        "generation": revision.generation,
-        "source": revision.source,
-    }
+            self._reclaim_unnamed()

@@ -58,9 +58,10 @@ def build_engine(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: E
     name, sentence = _dtype(config)
     base = describe_model(config)
     sizes = engine_limits(config, base)
+    notes = [sentence, _warm_up(config)]
     backend, close = make_backend(config, base, sizes)
     engine = Engine(sizes, backend, mailbox, clock, events)
-    return BuiltEngine(engine, base, sizes, name, eos_ids(Path(config.model)), [sentence], close)
+    return BuiltEngine(engine, base, sizes, name, eos_ids(Path(config.model)), notes, close)
 
 
 def describe_model(config: EngineConfig) -> BaseModel:
@@ -69,6 +70,15 @@ def describe_model(config: EngineConfig) -> BaseModel:
     return describe_base(
         Path(config.model), Dtype(name), config.page_tokens, dummy=config.load_format == "dummy"
     )
+
+
+def _warm_up(config: EngineConfig) -> str:
+    """Build or find the operators' kernels before anybody is told that the engine is ready."""
+    import torch
+
+    from loraplex.ops.dispatch import warm_up
+
+    return warm_up(torch.device(config.device))
 
 
 def _dtype(config: EngineConfig) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from loraplex.core.packed import I32, empty
+from loraplex.core.packed import I32, empty, run_boundaries
 from loraplex.core.plan import COPY_COLUMNS, NO_REFERENCE, OPEN_COLUMNS, BatchPlan
 
 Bools = npt.NDArray[np.bool_]
@@ -94,15 +94,6 @@ def packed_order(adapter_slot: I32, decode: Bools) -> npt.NDArray[np.int64]:
         prefills = prefills[np.argsort(adapter_slot[prefills] == bridge, kind="stable")]
         decodes = decodes[np.argsort(adapter_slot[decodes] != bridge, kind="stable")]
     return np.concatenate([prefills, decodes])
-
-
-def run_boundaries(keys: I32) -> tuple[I32, I32]:
-    """Contiguous runs of equal keys. keys [n] -> offsets [K + 1], key of each run [K]."""
-    if keys.size == 0:
-        return np.zeros(1, dtype=np.int32), empty()
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(keys)) + 1])
-    offsets = np.append(starts, keys.size).astype(np.int32)
-    return offsets, keys[starts]
 
 
 def group_rows(row_adapters: I32) -> tuple[I32, I32, I32]:

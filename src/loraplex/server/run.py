@@ -27,6 +27,7 @@ from loraplex.runtime.adapters import AdapterService
 from loraplex.runtime.base import BaseModel, base_modules, read_config
 from loraplex.runtime.client import EngineClient
 from loraplex.runtime.engine_process import BUILDER
+from loraplex.runtime.images import ImageStore
 from loraplex.runtime.prepare import PreparedAdapter
 from loraplex.runtime.prepare_pool import PreparePool
 from loraplex.runtime.supervisor import EngineSupervisor
@@ -173,7 +174,8 @@ async def serve(
     client = EngineClient()
     supervisor = EngineSupervisor(engine_config, client, builder=builder, log_level=config.log_level)
     preparation = Preparation(folder, engine_config)
-    adapters = AdapterService(client, AdapterCatalog(frozenset({base_name})), preparation)
+    store = ImageStore(images)
+    adapters = AdapterService(client, AdapterCatalog(frozenset({base_name})), preparation, store.delete)
     supervisor.restore = lambda: _restore(adapters)
     service = Service(config, base_name, load_tokenizer(folder), client, supervisor, adapters)
     listener = Listener(application(service), config.host, config.port)
