@@ -97,6 +97,7 @@ class ErrorCode(StrEnum):
     PLAN_SEGMENTS = "plan_segments"
     PLAN_GROUPS = "plan_groups"
     PLAN_SAMPLE_ROWS = "plan_sample_rows"
+    PLAN_MASKS = "plan_masks"
     PLAN_PAGE_TABLE = "plan_page_table"
     PLAN_TOKEN_REFERENCE = "plan_token_reference"
     PLAN_POSITION = "plan_position"
@@ -209,6 +210,7 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.PLAN_SEGMENTS: _ours("adapter segments tile all rows and agree with their requests"),
     _E.PLAN_GROUPS: _ours("grouped rows cover each active row exactly once under its adapter"),
     _E.PLAN_SAMPLE_ROWS: _ours("each sample row is a logit row of its own request"),
+    _E.PLAN_MASKS: _ours("a token mask belongs to one sample, spans the vocabulary and allows a token"),
     _E.PLAN_PAGE_TABLE: _ours("page-table deltas name owned pages inside their bounds"),
     _E.PLAN_TOKEN_REFERENCE: _ours("a token is an id or a reference into the step before"),
     _E.PLAN_POSITION: _ours("positions of a request's rows are consecutive"),

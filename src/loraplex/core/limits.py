@@ -52,5 +52,8 @@ MAX_FRAMES_PER_RECEIVE: Final = 1024
 
 # HTTP
 MAX_BODY_BYTES: Final = 32 << 20
+MAX_SCHEMA_BYTES: Final = 64 << 10
+MAX_SCHEMA_DEPTH: Final = 32
+"""Levels of a response schema; a compiler that recurses over it stays far from its stack's end."""
 MAX_CHOICES: Final = 256
 """Prompts times samples of one HTTP request."""

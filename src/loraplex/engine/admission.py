@@ -13,7 +13,7 @@ from typing import Final
 
 from loraplex.core.errors import CapacityError, ErrorCode
 from loraplex.core.events import RequestAdmitted
-from loraplex.engine import residency
+from loraplex.engine import constraints, residency
 from loraplex.engine.records import LoadJob, Phase, RequestRecord
 from loraplex.engine.state import EngineState
 from loraplex.memory.leases import SlotLease
@@ -36,6 +36,7 @@ class Outcome(StrEnum):
     PARKED = "parked"
     BLOCKED = "blocked"
     SKIPPED = "skipped"
+    EARLY = "early"
     GONE = "gone"
 
 
@@ -58,6 +59,8 @@ def admit(state: EngineState) -> None:
                 record.skipped += 1
                 if record.skipped > MAX_SKIPS:
                     break
+            case Outcome.EARLY:
+                held_back.append(ticket)
             case Outcome.PARKED:
                 assert record.entry is not None
                 state.queue.park(ticket, record.entry.key)
@@ -82,6 +85,8 @@ def _try(state: EngineState, record: RequestRecord) -> Outcome:
             ),
         )
         return Outcome.GONE
+    if not constraints.begin(state, record):
+        return Outcome.EARLY if record.request_id in state.records else Outcome.GONE
     entry = record.entry
     ready = readiness(entry)
     if ready is Readiness.LOADING:
@@ -142,6 +147,7 @@ def bind(state: EngineState, record: RequestRecord) -> None:
     table.logprobs[slot] = sampling.logprobs
     table.prompt_logprobs[slot] = sampling.prompt_logprobs
     table.scored[slot] = record.scored
+    table.masked[slot] = record.constraint is not None
     state.deltas.open_request(record, slot, incarnation)
     state.deltas.page_table(table.add_pages(slot, pages))
     record.slot, record.phase, record.skipped = slot, Phase.RUNNING, 0

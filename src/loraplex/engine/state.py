@@ -13,7 +13,7 @@ from loraplex.core.events import Event, RequestFinished
 from loraplex.core.messages import Ended, FromEngine
 from loraplex.core.packed import I32
 from loraplex.core.plan import BatchPlan
-from loraplex.core.ports import Clock
+from loraplex.core.ports import Clock, Grammars
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.deltas import PendingDeltas
 from loraplex.engine.records import LoadJob, Phase, RequestRecord
@@ -39,9 +39,10 @@ class Flight:
 class EngineState:
     """Pool, adapters, requests, queue, flights, outgoing messages and events."""
 
-    def __init__(self, limits: EngineLimits, clock: Clock) -> None:
+    def __init__(self, limits: EngineLimits, clock: Clock, grammars: Grammars) -> None:
         self.limits = limits
         self.clock = clock
+        self.grammars = grammars
         self.pool = PagePool(limits.num_pages, limits.kv.page_bytes)
         self.directory = SlotDirectory(limits.max_adapter_slots)
         self.table = RunningTable(limits.max_requests, limits.max_pages_per_request)

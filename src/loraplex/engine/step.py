@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.plan import StepResult
-from loraplex.core.ports import Backend, Clock, EventSink, Mailbox
+from loraplex.core.ports import Backend, Clock, EventSink, Grammars, Mailbox
 from loraplex.engine import admission, commit, growth, intake, launch, residency
 from loraplex.engine.config import EngineLimits
+from loraplex.engine.constraints import NoGrammars
 from loraplex.engine.state import EngineState, Flight
 from loraplex.schedule.select import Selection, select_rows
 
@@ -29,9 +30,16 @@ class Engine:
     """One worker's control plane: requests and adapters in, plans out, tokens back."""
 
     def __init__(
-        self, limits: EngineLimits, backend: Backend, mailbox: Mailbox, clock: Clock, events: EventSink
+        self,
+        limits: EngineLimits,
+        backend: Backend,
+        mailbox: Mailbox,
+        clock: Clock,
+        events: EventSink,
+        grammars: Grammars | None = None,
     ) -> None:
-        self.state = EngineState(limits, clock)
+        """grammars: None refuses requests whose output must follow one."""
+        self.state = EngineState(limits, clock, grammars or NoGrammars())
         self._backend = backend
         self._mailbox = mailbox
         self._events = events

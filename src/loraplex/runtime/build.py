@@ -16,6 +16,7 @@ from loraplex.core.ports import Backend, Clock, EventSink, Mailbox
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.step import Engine
 from loraplex.runtime.base import BaseModel, describe_base, read_config
+from loraplex.runtime.grammars import load_grammars
 from loraplex.runtime.images import ImageStore
 from loraplex.runtime.text import load_tokenizer
 from loraplex.runtime.worker import PlanLog, ProcessBackend
@@ -60,8 +61,10 @@ def build_engine(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: E
     sizes = engine_limits(config, base)
     notes = [sentence, _warm_up(config)]
     backend, close = make_backend(config, base, sizes)
-    engine = Engine(sizes, backend, mailbox, clock, events)
-    return BuiltEngine(engine, base, sizes, name, eos_ids(Path(config.model)), notes, close)
+    ends = eos_ids(Path(config.model))
+    grammars = load_grammars(Path(config.model), base.spec.vocab_size, ends)
+    engine = Engine(sizes, backend, mailbox, clock, events, grammars)
+    return BuiltEngine(engine, base, sizes, name, ends, notes, close)
 
 
 def describe_model(config: EngineConfig) -> BaseModel:

@@ -61,7 +61,10 @@ def bind_model(service: Service, name: str) -> Iterator[ServedModel]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to generate: for each prompt, `params.n` samples. Times in nanoseconds of the service's clock, 0 is none."""
+    """What to generate: for each prompt, `params.n` samples. Times in nanoseconds of the service's clock, 0 is none.
+
+    grammar: what every sample must follow, if anything.
+    """
 
     request_id: str
     prompts: Sequence[Sequence[int]]
@@ -70,6 +73,7 @@ class Job:
     priority: int
     arrival_ns: int
     deadline_ns: int
+    grammar: str | None = None
 
 
 def urgency(request: GenerationFields, arrival_ns: int) -> tuple[int, int]:
@@ -257,6 +261,7 @@ class Generation:
                 priority=job.priority,
                 arrival_ns=job.arrival_ns,
                 deadline_ns=job.deadline_ns,
+                grammar=job.grammar,
             )
             for index in range(len(job.prompts) * job.params.n)
         ]
