@@ -118,6 +118,19 @@ class GuidedConstraint:
         return bool(self.matcher.is_stopped())
 
 
+def _why_stuck(matcher: LLMatcher, mask: I32) -> str:
+    """Why an output cannot go on; empty where it can.
+
+    The library lets an output end where nothing can follow, even one that is not complete: that is no answer.
+    """
+    dead_end = "NoExtension" in (matcher.get_error() or matcher.stop_reason())
+    if not mask.any() or (dead_end and not matcher.is_accepting()):
+        return _refuse("no answer exists that the model's tokens can spell").message
+    if matcher.is_error():
+        return _refuse(f"it became too complex ({matcher.get_error()})").message
+    return ""
+
+
 class GuidanceGrammars:
     """`core.ports.Grammars` over a model's tokenizer."""
 
@@ -156,13 +169,7 @@ class GuidanceGrammars:
         else:
             rows = [(matcher, index) for index, matcher in enumerate(matchers)]
             fill_next_token_bitmask_par(self._executor, rows, masks)
-        reasons = []
-        for matcher, row in zip(matchers, masks, strict=True):
-            if matcher.is_error():
-                reasons.append(_refuse(f"it became too complex ({matcher.get_error()})").message)
-            else:
-                reasons.append("" if row.any() else _refuse("no token of the model can follow it").message)
-        return masks, reasons
+        return masks, [_why_stuck(*pair) for pair in zip(matchers, masks, strict=True)]
 
     @staticmethod
     def _matcher(constraint: Constraint) -> LLMatcher:
