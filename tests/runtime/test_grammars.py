@@ -51,7 +51,9 @@ def opened(made: GuidanceGrammars, grammar: str) -> Constraint:
     return constraint
 
 
-def walk(made: GuidanceGrammars, schema: dict[str, Any] | bool, seed: int, most: int = 400) -> tuple[str, bool]:
+def walk(
+    made: GuidanceGrammars, schema: dict[str, Any] | bool, seed: int, most: int = 400
+) -> tuple[str, bool]:
     """Text of a random walk through the masks, and whether the grammar said that it is complete."""
     rng, constraint, text = np.random.default_rng(seed), opened(made, schema_grammar(schema)), b""
     tokenizer = byte_tokenizer()
@@ -61,7 +63,9 @@ def walk(made: GuidanceGrammars, schema: dict[str, Any] | bool, seed: int, most:
         allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))
         assert allowed.max() < tokenizer.get_vocab_size()
         # The ends of things come more often than chance would have it, or strings never end.
-        ends = [t for t in allowed.tolist() if t == EOS or (tokenizer.id_to_token(t) or "") in ('"', "}", "]")]
+        ends = [
+            t for t in allowed.tolist() if t == EOS or (tokenizer.id_to_token(t) or "") in ('"', "}", "]")
+        ]
         token = int(rng.choice(ends if ends and rng.random() < 0.3 else allowed))
         complete = constraint.accept(token)
         if token not in (EOS, 2):

@@ -72,7 +72,11 @@ CHAT: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
     ({"functions": []}, OPTION, "functions"),
     ({"response_format": {"type": "grammar"}}, BAD, "response_format.type"),
     ({"response_format": {"type": "text", "more": 1}}, BAD, "response_format.more"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, BAD, "response_format.json_schema.name"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        BAD,
+        "response_format.json_schema.name",
+    ),
     ({"response_format": named({"not": {}})}, SCHEMA, "response_format"),
     ({"response_format": named({"type": "object", "x-guidance": {}})}, SCHEMA, "response_format"),
     ({"response_format": named({"$ref": "http://elsewhere/x"})}, SCHEMA, "response_format"),

@@ -50,12 +50,12 @@ class ServedModel:
 
 
 @contextmanager
-def bind_model(service: Service, name: str) -> Iterator[ServedModel]:
-    """Resolve a `model` field once and hold what it means. Raises `model_not_found`."""
+def bind_model(service: Service, name: str, tenant: str) -> Iterator[ServedModel]:
+    """Resolve a tenant's `model` field once and hold what it means. Raises `model_not_found`."""
     if name == service.base_name:
         yield ServedModel(name, None, str(service.engine_info["base_abi"]))
         return
-    with service.adapters.bind(name) as revision:
+    with service.adapters.bind(name, tenant) as revision:
         yield ServedModel(revision.name, revision.key, revision.key)
 
 
