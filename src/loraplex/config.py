@@ -72,7 +72,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: folder or GGUF file; None with demo. adapters: (alias, source). adapter_dirs: folders whose subfolders are
     registered, and the only places that remote callers may load from. api_key_file: without one, only loopback.
-    expose_without_keys: listen elsewhere all the same. drain_s: how long open requests may go on after SIGTERM.
+    expose_without_keys: listen elsewhere all the same. log_prompts: prompts may stand in the log. drain_s: how long open requests may go on after SIGTERM.
     """
 
     model: str | None = None
@@ -90,6 +90,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     expose_without_keys: bool = False
     log_level: str = "info"
     log_json: bool = False
+    log_prompts: bool = False
     drain_s: float = DEFAULT_DRAIN_S
 
     def __post_init__(self) -> None:

@@ -40,6 +40,7 @@ class ErrorCode(StrEnum):
     DUPLICATE_REQUEST = "duplicate_request"
     TOKENIZER_MISSING = "tokenizer_missing"
     REQUEST_TOO_LARGE = "request_too_large"
+    REQUEST_TIMEOUT = "request_timeout"
     UNAUTHENTICATED = "unauthenticated"
     FORBIDDEN = "forbidden"
     NOT_FOUND = "not_found"
@@ -156,6 +157,7 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.DUPLICATE_REQUEST: _caller(400, "a request id names at most one live request"),
     _E.TOKENIZER_MISSING: _caller(400, "text needs a tokenizer; a folder without one serves token ids"),
     _E.REQUEST_TOO_LARGE: _caller(413, "a request body stays under the configured size"),
+    _E.REQUEST_TIMEOUT: _caller(408, "a request body arrives whole within the time limit"),
     _E.UNAUTHENTICATED: _caller(401, "the caller presents a known API key where keys are required"),
     _E.FORBIDDEN: _caller(403, "the caller's role permits the operation"),
     _E.NOT_FOUND: _caller(404, "the path names something that is served"),

@@ -50,7 +50,8 @@ class Chat:
         codec = need_codec(call.service, "messages")
         ids = await _prompt(codec, request)
         check_prompt(call.service, ids, "messages")
-        return Prepared([ids], [ids], _parameters(call, request, len(ids)))
+        given = [{"role": message.role, "content": message.text} for message in request.messages]
+        return Prepared(given, [ids], _parameters(call, request, len(ids)))
 
     def rendering(
         self, about: About, request: ChatRequest, prepared: Prepared, generation: Generation

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar, assert_never
 
 import msgspec
 
+from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.request import SamplingParams
 from loraplex.runtime.grammars import schema_grammar
@@ -122,6 +123,8 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
         )  # fmt: skip
         exchange.answer_headers |= model.headers
         exchange.facts |= {"model": model.name, "stream": bool(request.stream)}
+        if service.config.log_prompts:
+            exchange.facts["prompt"] = logged(prepared.given)
         options = request.stream_options
         about = About(
             call, answer_id, request.model, model, options is not None and bool(options.include_usage)
@@ -133,6 +136,11 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
                 await stream_pieces(call, generation, rendering.opening(), rendering.chunk, rendering.closing)
             else:
                 await exchange.answer(rendering.whole(await _collect(generation)))
+
+
+def logged(given: Sequence[Any]) -> str:
+    """Prompts as one value of the access line, cut to what a line may hold."""
+    return msgspec.json.encode(list(given)).decode()[: limits.MAX_LOGGED_PROMPT_CHARS]
 
 
 async def _collect(generation: Generation) -> dict[int, list[Piece]]:
