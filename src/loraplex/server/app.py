@@ -136,7 +136,7 @@ async def _exchange(site: Site, exchange: Exchange) -> None:
             caller = site.keys.identify(exchange.header("authorization"))
         await route.handler(Call(site, exchange, caller, rest))
     except Disconnected:
-        exchange.facts["outcome"] = "aborted"
+        error = CallerError(ErrorCode.ABORTED, "the connection ended before the request was whole")
     except LoraplexError as caught:
         error = caught
     except Exception as caught:  # noqa: BLE001 - the last line of defence; it is logged and typed

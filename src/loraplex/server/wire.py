@@ -16,7 +16,9 @@ from msgspec import UNSET, UnsetType
 from loraplex.core.errors import CallerError, ErrorCode
 
 T = TypeVar("T", bound=msgspec.Struct)
-Unsupported = Any
+Unsupported = Annotated[
+    Any, msgspec.Meta(extra_json_schema={"type": "null", "description": "not carried out; leave it out"})
+]
 """A field that OpenAI knows and this server does not carry out: refused unless absent or null."""
 
 
