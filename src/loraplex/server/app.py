@@ -73,6 +73,8 @@ ROUTES: Final = (
     Route("POST", "/v1/load_lora_adapter", admin.load_lora_adapter),
     Route("POST", "/v1/unload_lora_adapter", admin.unload_lora_adapter),
     Route("GET", "/v1/residency", admin.residency),
+    Route("GET", "/v1/limits", admin.get_limits),
+    Route("PUT", "/v1/limits", admin.put_limits),
     Route("GET", "/health", admin.health, open=True),
     Route("GET", "/ready", admin.ready, open=True),
     Route("GET", "/metrics", admin.metrics, open=True),
