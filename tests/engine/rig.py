@@ -40,7 +40,7 @@ class Rig:
         self.faults = Faults()
         self.device = VirtualDevice(self.limits.bounds, page_tokens, self.faults)
         self.mailbox, self.clock, self.log = MemoryMailbox(), VirtualClock(), EventLog()
-        self.engine = Engine(self.limits, self.device, self.mailbox, self.clock, self.log, grammars)
+        self.engine = Engine(self.limits, self.device, self.mailbox, self.clock, self.log, grammars=grammars)
         self.prompts: dict[str, tuple[np.ndarray, str | None, int]] = {}
         self.calls = 0
 

@@ -93,7 +93,7 @@ class SlowRig(Rig):
         super().__init__(**changes)  # type: ignore[arg-type]
         self.device = SlowDevice(self.limits.bounds, self.limits.kv.page_tokens, self.faults)
         self.loader = SlowLoader()
-        self.engine = Engine(self.limits, self.device, self.mailbox, self.clock, self.log, self.loader)
+        self.engine = Engine(self.limits, self.device, self.mailbox, self.clock, self.log, loader=self.loader)
 
     def call(self, message: type[EngineCall], *args: object, **more: object) -> int:
         self.calls += 1
