@@ -95,10 +95,8 @@ class Decoder:
         if logit_rows.numel() == 0:
             return torch.empty((0, self.spec.vocab_size), dtype=torch.float32, device=hidden.device)
         x = self._norm(hidden[logit_rows], self.weights.final_norm)
-        y = self.weights.lm_head(x)
-        if adapters.active:
-            adapters.apply(y, x, 0, (Module.LM_HEAD,), RowSet.LOGIT)
-        return y.float()
+        sizes = (self.spec.vocab_size,)
+        return _project(x, self.weights.lm_head, 0, (Module.LM_HEAD,), sizes, adapters, RowSet.LOGIT).float()
 
 
 def _project(
@@ -108,19 +106,23 @@ def _project(
     modules: tuple[Module, ...],
     sizes: tuple[int, ...],
     adapters: AdapterOps,
+    rows: RowSet = RowSet.ALL,
 ) -> torch.Tensor:
     """y = g * ((x * h) W^T + b + s (x A^T) B^T) + c for modules that share an input; one GEMM unless an h splits them.
 
-    The projection's own bias b lies inside the parentheses for every row; an adapter's c is relative to that.
+    The projection's own bias b lies inside the parentheses for every row; an adapter's c is relative to that. A module
+    with its own h costs one more GEMM over all rows, so that a row without h keeps its bits whatever is beside it.
     """
     if not adapters.active:
         return projection(x)
-    inputs = [adapters.scale_input(x, layer, module) for module in modules] if adapters.scales_input else [x]
-    if len(inputs) == 1:
-        y = projection(inputs[0])
-    elif all(scaled is x for scaled in inputs):
-        y = projection(x)
-    else:
-        y = torch.cat([projection(h).split(sizes, dim=1)[i] for i, h in enumerate(inputs)], dim=1)
-    adapters.apply(y, x, layer, modules)
+    y = projection(x)
+    if adapters.scales_input:
+        start = 0
+        for module, size in zip(modules, sizes, strict=True):
+            own = slice(start, start + size)
+            start += size
+            scaled = adapters.scale_input(x, layer, module, rows)
+            if scaled is not x:
+                y[:, own] = projection(scaled)[:, own]
+    adapters.apply(y, x, layer, modules, rows)
     return y
