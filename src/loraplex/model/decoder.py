@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from loraplex.core.ids import Module
+from loraplex.core.layout import KvShape
 from loraplex.model.attention.interface import AttentionBatch
+from loraplex.model.attention.torch_paged import TorchPagedBatch
+from loraplex.model.cpu_layers import CpuLayers
 from loraplex.model.linear import Linear
 from loraplex.model.rope import RopeTable, rotate_
 from loraplex.model.spec import DecoderSpec
@@ -31,6 +34,11 @@ class Decoder:
         self.weights = weights
         self._rope = RopeTable(spec.rope, spec.head_dim, positions, weights.dtype, weights.device)
 
+    def compiled_over(self, pool: torch.Tensor, kv: KvShape) -> CpuLayers | None:
+        """The layers as compiled CPU kernels over a page pool, where they serve this model: an argument of `forward`."""
+        rope = (self._rope.cos, self._rope.sin)
+        return CpuLayers.find(self.spec, self.weights, rope, pool, kv)
+
     @torch.inference_mode()
     def forward(
         self,
@@ -39,21 +47,36 @@ class Decoder:
         attention: AttentionBatch,
         adapters: AdapterOps,
         logit_rows: torch.Tensor,
+        compiled: CpuLayers | None = None,
     ) -> torch.Tensor:
         """Logits of the rows asked for.
 
-        tokens, positions: int64 [T]; logit_rows: int64 [L], rows whose logits are wanted. Returns float32 [L, vocab].
+        tokens, positions: int64 [T]; logit_rows: int64 [L], rows whose logits are wanted. compiled: layers to use in
+        place of torch where they serve the step. Returns float32 [L, vocab].
         """
         hidden = F.embedding(tokens, self.weights.embed)
         if adapters.active:
             adapters.embed(hidden, tokens)
+        if (
+            compiled is not None
+            and isinstance(attention, TorchPagedBatch)
+            and compiled.serves(attention, adapters)
+        ):
+            compiled.run(hidden, positions, attention, adapters)
+        else:
+            self._layers(hidden, positions, attention, adapters)
+        return self._logits(hidden, adapters, logit_rows)
+
+    def _layers(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, adapters: AdapterOps
+    ) -> None:
+        """All layers in torch, in place: the definition."""
         cos, sin = self._rope.gather(positions)
         for index, layer in enumerate(self.weights.layers):
             x = self._norm(hidden, layer.input_norm)
             hidden += self._attend(index, layer, x, cos, sin, attention, adapters)
             x = self._norm(hidden, layer.post_norm)
             hidden += self._feed_forward(index, layer, x, adapters)
-        return self._logits(hidden, adapters, logit_rows)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMS norm over the hidden dimension, accumulated in float32."""
