@@ -95,6 +95,14 @@ class StepFailed(Event, frozen=True, tag=True, tag_field="event"):
     requests: int
 
 
+class CopyIgnored(Event, frozen=True, tag=True, tag_field="event"):
+    """A copy was reported that is not under way: reported twice, or after its load had been given up."""
+
+    slot: int
+    generation: int
+    intact: bool
+
+
 class AdapterTransition(Event, frozen=True, tag=True, tag_field="event"):
     """An adapter moved along the residency table."""
 

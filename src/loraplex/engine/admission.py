@@ -16,7 +16,6 @@ from loraplex.core.events import RequestAdmitted
 from loraplex.engine import residency
 from loraplex.engine.records import LoadJob, Phase, RequestRecord
 from loraplex.engine.state import EngineState
-from loraplex.memory.leases import SlotLease
 from loraplex.memory.residency import AdapterEntry
 from loraplex.memory.transaction import Demand, Transaction
 from loraplex.schedule.predicates import Readiness, eligible, load_eligible, readiness
@@ -136,9 +135,8 @@ def bind(state: EngineState, record: RequestRecord) -> None:
     transaction.close()
     record.transaction = None
     if record.revision is not None:
-        record.lease = SlotLease.take(record.revision, state.launched)
-        table.adapter_slot[slot] = record.lease.slot
-        table.adapter_generation[slot] = record.lease.generation
+        lease = state.take_slot_lease(record)
+        table.adapter_slot[slot], table.adapter_generation[slot] = lease.slot, lease.generation
     table.logprobs[slot] = sampling.logprobs
     table.prompt_logprobs[slot] = sampling.prompt_logprobs
     table.scored[slot] = record.scored

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from loraplex.core.errors import ErrorCode, InternalFault, error_for
-from loraplex.core.events import FirstToken, IterationCompleted, PlanDiscarded, StepFailed
+from loraplex.core.events import CopyIgnored, FirstToken, IterationCompleted, PlanDiscarded, StepFailed
 from loraplex.core.messages import TokenLogprobs, Tokens
 from loraplex.core.packed import I32, bits_float
 from loraplex.core.plan import StepResult
@@ -47,6 +47,9 @@ def apply_result(state: EngineState, flight: Flight, result: StepResult) -> None
             error=InternalFault(ErrorCode.NUMERIC_FAULT, "the model produced logits that are not finite"),
         )
     for slot, generation, intact in result.copied.tolist():
+        if (slot, generation) not in state.loads:
+            state.emit(CopyIgnored(state.clock.now_ns(), slot, generation, bool(intact)))
+            continue
         job = residency.finish_load(state, slot, generation, bool(intact))
         admission.loaded(state, job, bool(intact))
     settle_slots(state, slots)

@@ -21,8 +21,8 @@ from loraplex.schedule.select import Selection
 
 
 def make_flight(state: EngineState, selection: Selection) -> Flight | None:
-    """Plan the selection and the pending deltas; None when there is neither."""
-    if not selection.slots.size and not state.deltas:
+    """Plan the selection and the pending deltas; None when there is neither and no copy to hear of."""
+    if not selection.slots.size and not state.deltas and not state.loads:
         return None
     started = state.clock.now_ns()
     deltas = state.deltas.take(state.table)

@@ -9,7 +9,6 @@ Specification: 0x04E, 0x05D to 0x05F, 0x07F to 0x07I.
 from __future__ import annotations
 
 from loraplex.core.errors import CallerError, ErrorCode, InternalFault, LoraplexError
-from loraplex.core.events import AdapterTransition
 from loraplex.core.messages import RegisterAdapter, RemoveAdapter, Reply
 from loraplex.engine.records import LoadJob, RequestRecord
 from loraplex.engine.state import EngineState
@@ -20,12 +19,7 @@ from loraplex.memory.transaction import Demand, Transaction
 
 def move(state: EngineState, entry: AdapterEntry, after: AdapterState) -> None:
     """Change an adapter's state along the table, with its event."""
-    before = entry.move(after)
-    state.emit(
-        AdapterTransition(
-            state.clock.now_ns(), entry.key, entry.slot, entry.generation, before, after, entry.page_count
-        )
-    )
+    state.note_move(entry, entry.move(after))
 
 
 def register(state: EngineState, message: RegisterAdapter) -> None:

@@ -20,6 +20,7 @@ import zmq.asyncio
 from loraplex.core import limits
 from loraplex.core.events import (
     AdapterTransition,
+    CopyIgnored,
     Event,
     FirstToken,
     IterationCompleted,
@@ -45,6 +46,7 @@ AnyEvent = (
     | PlanDiscarded
     | StepFailed
     | AdapterTransition
+    | CopyIgnored
 )
 
 
