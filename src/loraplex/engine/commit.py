@@ -8,12 +8,12 @@ from __future__ import annotations
 import numpy as np
 
 from loraplex.core.errors import ErrorCode, InternalFault, error_for
-from loraplex.core.events import CopyIgnored, FirstToken, IterationCompleted, PlanDiscarded, StepFailed
+from loraplex.core.events import FirstToken, IterationCompleted, PlanDiscarded, StepFailed
 from loraplex.core.messages import TokenLogprobs, Tokens
 from loraplex.core.packed import I32, bits_float
 from loraplex.core.plan import StepResult
 from loraplex.core.request import FinishReason
-from loraplex.engine import admission, growth, residency
+from loraplex.engine import admission, growth, loads
 from loraplex.engine.records import RequestRecord
 from loraplex.engine.state import EngineState, Flight
 from loraplex.schedule.running import Slots
@@ -47,11 +47,9 @@ def apply_result(state: EngineState, flight: Flight, result: StepResult) -> None
             error=InternalFault(ErrorCode.NUMERIC_FAULT, "the model produced logits that are not finite"),
         )
     for slot, generation, intact in result.copied.tolist():
-        if (slot, generation) not in state.loads:
-            state.emit(CopyIgnored(state.clock.now_ns(), slot, generation, bool(intact)))
-            continue
-        job = residency.finish_load(state, slot, generation, bool(intact))
-        admission.loaded(state, job, bool(intact))
+        job = loads.finish(state, slot, generation, bool(intact))
+        if job is not None and intact:
+            admission.loaded(state, job)
     settle_slots(state, slots)
     _emit_iteration(state, flight, result)
 

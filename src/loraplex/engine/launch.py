@@ -21,8 +21,11 @@ from loraplex.schedule.select import Selection
 
 
 def make_flight(state: EngineState, selection: Selection) -> Flight | None:
-    """Plan the selection and the pending deltas; None when there is neither and no copy to hear of."""
-    if not selection.slots.size and not state.deltas and not state.loads:
+    """Plan the selection and the pending deltas; None when there is neither.
+
+    While copies are under way a plan without either asks how they are.
+    """
+    if not selection.slots.size and not state.deltas and not state.copying:
         return None
     started = state.clock.now_ns()
     deltas = state.deltas.take(state.table)

@@ -19,16 +19,22 @@ import zmq.asyncio
 
 from loraplex.core import limits
 from loraplex.core.events import (
+    AdapterRevoked,
     AdapterTransition,
     CopyIgnored,
     Event,
     FirstToken,
+    HostDropped,
+    HostFetched,
     IterationCompleted,
+    LoadFailed,
     PlanDiscarded,
+    PrefetchReleased,
     RequestAdmitted,
     RequestFinished,
     RequestPreempted,
     RequestQueued,
+    RestorationFailed,
     StepFailed,
 )
 
@@ -47,6 +53,12 @@ AnyEvent = (
     | StepFailed
     | AdapterTransition
     | CopyIgnored
+    | LoadFailed
+    | RestorationFailed
+    | HostFetched
+    | HostDropped
+    | PrefetchReleased
+    | AdapterRevoked
 )
 
 

@@ -24,11 +24,12 @@ from loraplex.core.events import (
 )
 from loraplex.core.plan import COPY_DIGEST_WORDS, BatchPlan, StepResult
 from loraplex.engine.state import EngineState
-from loraplex.sim.clients import Clients, Wrong
+from loraplex.sim.clients import Clients
 from loraplex.sim.device import BUILT_ON_FAILURE, INJECTED
 from loraplex.sim.faults import Setup
 from loraplex.sim.ledger import page_ledger
 from loraplex.sim.tokens import adapter_number
+from loraplex.sim.wrong import Wrong
 
 EDGES: Final = {
     "absent": {"host_ready"},
@@ -218,6 +219,8 @@ class Checkers:
         state, clients = self._state, self._clients
         if clients.live or state.records or state.by_slot:
             raise Wrong("liveness", f"requests are left: {sorted(clients.live)}, {sorted(state.records)}")
+        if clients.names.open_calls:
+            raise Wrong("liveness", f"calls are left without an answer: {clients.names.open_calls}")
         resident = sum(int(entry.pages.size) for entry in state.adapters.values())
         if state.pool.free + resident != state.pool.usable:
             raise Wrong(
@@ -226,5 +229,3 @@ class Checkers:
         for entry in state.adapters.values():
             if entry.refcount or entry.revision_leases or entry.queued_reservations or entry.inflight_events:
                 raise Wrong("leases", f"adapter {entry.key[:12]} is still held: {entry}")
-        if clients.removing:
-            raise Wrong("liveness", "an adapter whose last request ended is still leaving")

@@ -1,18 +1,18 @@
-"""The clients of a simulated replica: requests, adapters by name, swaps, cancels and malformed messages.
+"""The clients of a simulated replica: requests, cancels, malformed messages, and what came back.
 
-Owns what the outside knows: which revision a name meant when a request was sent, what that request alone would produce,
-and what came back. It never reads the engine. `Wrong` is raised by whoever sees a promise broken.
+Owns what the outside knows of each request: the revision that its name meant when it was sent, and what it would
+produce alone. It never reads the engine.
 
-Specification: 0x07H (a request keeps the revision that it resolved), 0x09A (arrival), DESIGN 4 "Leases".
+Specification: 0x07H (a request keeps the revision that it resolved), 0x09A (arrival).
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -22,48 +22,34 @@ from loraplex.core.messages import (
     EngineSampling,
     Finish,
     FromEngine,
-    Inspect,
-    RegisterAdapter,
-    RemoveAdapter,
     Reply,
     Submit,
     ToEngine,
     Tokens,
 )
 from loraplex.core.packed import I32
-from loraplex.engine.deltas import digest_words
-from loraplex.sim.faults import VOCAB, Fault, Injector, Setup
-from loraplex.sim.tokens import adapter_number, expected_tokens
+from loraplex.sim.faults import VOCAB, Fault, Injector, Operation, Setup
+from loraplex.sim.names import NO_ROOM, Image, Names, digest
+from loraplex.sim.tokens import expected_tokens
 from loraplex.sim.world import VirtualClock
+from loraplex.sim.wrong import Wrong
 
-
-class Wrong(Exception):
-    """A checker saw a promise broken. checker: which one."""
-
-    def __init__(self, checker: str, message: str) -> None:
-        super().__init__(f"{checker}: {message}")
-        self.checker = checker
-
-
-def digest(name: str) -> str:
-    """64 hexadecimal characters that stand for `name`."""
-    return hashlib.sha256(name.encode()).hexdigest()
-
-
-@dataclass(slots=True)
-class Image:
-    """One revision of an alias. known: the engine has confirmed it."""
-
-    key: str
-    kernel_digest: str
-    number: int
-    pages: int
-    known: bool = False
+MALFORMED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"prompt": b""}, "empty_prompt"),
+    ({"prompt": np.array([VOCAB], dtype="<i4").tobytes()}, "token_out_of_range"),
+    ({"prompt": np.array([-1], dtype="<i4").tobytes()}, "token_out_of_range"),
+    ({"prompt": bytes(4 * 500)}, "context_too_long"),
+    ({"prompt": b"\x00\x00\x00"}, "invalid_request"),
+    ({"arrival_ns": -1}, "invalid_request"),
+    ({"deadline_ns": -1}, "invalid_request"),
+    ({"adapter": digest("nobody")}, "adapter_not_found"),
+)
+"""Fields of a submission that must be refused, with the refusal's code."""
 
 
 @dataclass(slots=True)
 class Ask:
-    """One request as its client sees it. allowed: error codes that an injected fault makes legal."""
+    """One request as its client sees it. allowed: error codes that make sense for it; must: the only one that does."""
 
     request_id: str
     image: Image | None
@@ -75,8 +61,8 @@ class Ask:
     expected: list[int]
     tokens: list[int] = field(default_factory=list)
     allowed: set[str] = field(default_factory=set)
+    must: str | None = None
     finish_at: int | None = None
-    ended: Ended | None = None
     overtaken: int = 0
 
 
@@ -87,25 +73,20 @@ class Clients:
         self._setup, self._clock, self._injector = setup, clock, injector
         self._rng = Random(f"{setup.seed}/clients")
         self.inbox: list[ToEngine] = []
+        self.names = Names(setup, injector, self.inbox)
         self.live: dict[str, Ask] = {}
         self.recent: dict[str, Ask] = {}
         self.outcomes: Counter[str] = Counter()
         self.sent = 0
-        self.images: dict[str, Image] = {}
-        self.by_number: dict[int, Image] = {}
-        self._names: dict[str, Image] = {}
-        self._revisions: Counter[str] = Counter()
-        self._calls: dict[int, tuple[str, str, Image]] = {}
-        self._call = 0
-        self.removing: dict[str, Image] = {}
-        for index in range(setup.aliases):
-            self._register(f"a{index}")
+        narrow = {Operation.PIN, Operation.LIMITS} & setup.operations
+        self._always: frozenset[str] = NO_ROOM if narrow else frozenset()
 
     # ------------------------------------------------------------ the port
 
     def receive(self, wait: bool) -> Sequence[ToEngine]:
         """Everything sent since; never blocks."""
-        inbox, self.inbox = self.inbox, []
+        inbox = list(self.inbox)
+        self.inbox.clear()
         return inbox
 
     def send(self, messages: Sequence[FromEngine]) -> None:
@@ -117,65 +98,77 @@ class Clients:
                 case Ended():
                     self._got_end(message)
                 case Reply():
-                    self._got_reply(message)
+                    self.names.got_reply(message)
 
     # ------------------------------------------------------------ what clients do
 
     def act(self) -> None:
-        """One tick of ordinary life."""
+        """One tick of ordinary life, then of faults."""
         rng, setup = self._rng, self._setup
         if len(self.live) < setup.cap and rng.random() < setup.arrivals:
             self.submit()
-        if rng.random() < setup.swaps:
-            self._swap(f"a{rng.randrange(setup.aliases)}")
+        revoked = self.names.act()
+        if revoked is not None:
+            for ask in self.live.values():
+                if ask.image is revoked:
+                    ask.allowed.add("adapter_revoked")
         if self.live and rng.random() < 0.004:
-            ask = self._any_live()
+            ask = list(self.live.values())[rng.randrange(len(self.live))]
             if ask.tokens and ask.finish_at is None:
                 ask.finish_at = len(ask.tokens)
                 self.inbox.append(Finish(ask.request_id, len(ask.tokens)))
-        if rng.random() < 0.01:
-            self._call += 1
-            self.inbox.append(Inspect(self._call))
-            self._calls[self._call] = ("inspect", "", Image("", "", 0, 0))
         self._misbehave()
 
     def _misbehave(self) -> None:
         injector, setup = self._injector, self._setup
         if self.live and injector.strikes(Fault.CANCELLED_CLIENT):
             ask = list(self.live.values())[injector.pick(len(self.live))]
-            ask.allowed |= {"aborted", "slow_client"}
-            self.inbox.append(Abort(ask.request_id, slow=injector.pick(2) == 0))
+            slow = injector.pick(2) == 0
+            ask.allowed.add("slow_client" if slow else "aborted")
+            self.inbox.append(Abort(ask.request_id, slow=slow))
         if injector.strikes(Fault.SWAP_STORM):
             for _ in range(8):
-                self._swap(f"a{injector.pick(setup.aliases)}")
+                self.names.swap(self.names.any_alias(injector.pick(setup.aliases)))
         if injector.strikes(Fault.POOL_EXHAUSTION):
             for _ in range(setup.limits.max_requests * 2):
                 self.submit(longest=True)
         if injector.strikes(Fault.MALFORMED_MESSAGE):
-            self._malformed(injector.pick(6))
+            self._malformed(*MALFORMED[injector.pick(len(MALFORMED))])
 
-    def _any_live(self) -> Ask:
-        return list(self.live.values())[self._rng.randrange(len(self.live))]
+    def submit(self, *, longest: bool = False) -> Ask:
+        """Send one request for the base or for what a name means now; early names are popular ones."""
+        ask = self._compose(longest)
+        self.live[ask.request_id] = ask
+        self.inbox.append(self._message(ask))
+        return ask
 
-    def submit(self, *, longest: bool = False, base: bool = False) -> Ask:
-        """Send one request for the base or for what a random name means now."""
+    def _malformed(self, fields: dict[str, Any], code: str) -> None:
+        """A submission that must be refused and change nothing."""
+        ask = self._compose(False)
+        ask.must = code
+        message = self._message(ask)
+        values: dict[str, Any] = {name: getattr(message, name) for name in Submit.__struct_fields__}
+        self.live[ask.request_id] = ask
+        self.inbox.append(Submit(**{**values, **fields}))
+
+    def _compose(self, longest: bool) -> Ask:
         rng, setup = self._rng, self._setup
-        names = [name for name, image in self._names.items() if image.known]
-        image = None
-        if names and not base and rng.random() >= setup.base_share:
-            image = self._names[names[int(len(names) * rng.random() ** 2)]]
+        usable, image = self.names.usable(), None
+        if usable and rng.random() >= setup.base_share:
+            image = usable[int(len(usable) * rng.random() ** 2)]
         length = setup.prompt_tokens if longest else rng.randint(1, setup.prompt_tokens)
         prompt = np.array([rng.randrange(VOCAB) for _ in range(length)], dtype=np.int32)
         max_tokens = setup.output_tokens if longest else rng.randint(1, setup.output_tokens)
         expected = expected_tokens(prompt, image.number if image else 0, max_tokens, VOCAB)
-        stop = frozenset({expected[rng.randrange(max_tokens)]} if rng.random() < 0.1 else ())
-        if stop:
-            del expected[expected.index(next(iter(stop))) + 1 :]
+        stop: frozenset[int] = frozenset()
+        if rng.random() < 0.1:
+            stop = frozenset({expected[rng.randrange(max_tokens)]})
+            del expected[1 + min(index for index, token in enumerate(expected) if token in stop) :]
         self.sent += 1
-        ask = Ask(f"r{self.sent}", image, prompt, max_tokens, stop, self._clock.now, self.sent, expected)
-        self.live[ask.request_id] = ask
-        self.inbox.append(self._message(ask))
-        return ask
+        return Ask(
+            f"r{self.sent}", image, prompt, max_tokens, stop, self._clock.now, self.sent, expected,
+            allowed=set(self._always),
+        )  # fmt: skip
 
     @staticmethod
     def _message(ask: Ask) -> Submit:
@@ -188,69 +181,14 @@ class Clients:
         prompt = ask.prompt.astype("<i4").tobytes()
         return Submit(ask.request_id, prompt, sampling, key, arrival_ns=ask.arrival_ns)
 
-    def _register(self, alias: str) -> None:
-        self._revisions[alias] += 1
-        name = f"{alias}@{self._revisions[alias]}"
-        kernel = digest("kernel/" + name)
-        number = adapter_number(digest_words(kernel))
-        image = Image(digest(name), kernel, number, 1 + self._rng.randrange(self._setup.adapter_pages))
-        self.images[image.key] = image
-        self.by_number[number] = image
-        self._call += 1
-        self._calls[self._call] = ("register", alias, image)
-        self.inbox.append(self._registration(self._call, image))
-
-    @staticmethod
-    def _registration(call: int, image: Image) -> RegisterAdapter:
-        return RegisterAdapter(call, image.key, image.kernel_digest, image.pages, ((4, 2),), (0, 1), 1000)
-
-    def _swap(self, alias: str) -> None:
-        if not any(kind == "register" and name == alias for kind, name, _ in self._calls.values()):
-            self._register(alias)
-
-    def _remove(self, image: Image) -> None:
-        self._call += 1
-        self._calls[self._call] = ("remove", "", image)
-        image.known = False
-        self.removing[image.key] = image
-        self.inbox.append(RemoveAdapter(self._call, image.key))
-
-    def _malformed(self, kind: int) -> None:
-        """A message that must be refused and change nothing."""
-        ask = self.submit()
-        message = self._message(ask)
-        self.inbox.pop()
-        vocab = np.array([VOCAB], dtype="<i4").tobytes()
-        fields, code = [
-            ({"prompt": b""}, "empty_prompt"),
-            ({"prompt": vocab}, "token_out_of_range"),
-            ({"adapter": digest("nobody")}, "adapter_not_found"),
-            ({"prompt": message.prompt * 64}, "context_too_long"),
-            ({"prompt": b"\x00\x00\x00"}, "invalid_request"),
-            ({"arrival_ns": -1}, "invalid_request"),
-        ][kind]
-        values = {name: getattr(message, name) for name in Submit.__struct_fields__}
-        self.inbox.append(Submit(**{**values, **fields}))
-        ask.allowed = {code, "!"}
-
-    # ------------------------------------------------------------ a replica dies and comes back
-
     def replica_died(self) -> None:
-        """What a supervisor does: open requests end typed, the new engine is told every name's revision."""
+        """What a supervisor does: open requests end typed, then the new engine is told what there is."""
         for ask in list(self.live.values()):
             ask.allowed.add("engine_died")
+            ask.must = None
             self._got_end(Ended(ask.request_id, code="engine_died"))
         self.inbox.clear()
-        calls, self._calls = self._calls, {}
-        self.removing.clear()
-        for name, image in self._names.items():
-            image.known = False
-            self._call += 1
-            self._calls[self._call] = ("register", name, image)
-            self.inbox.append(self._registration(self._call, image))
-        for kind, alias, _ in calls.values():
-            if kind == "register" and alias not in self._names:
-                self._register(alias)
+        self.names.replica_died()
 
     # ------------------------------------------------------------ what came back
 
@@ -260,27 +198,26 @@ class Clients:
             raise Wrong("ends_once", f"tokens came for {message.request_id}, which is not open")
         ask.tokens.extend(message.token_ids)
         if ask.tokens != ask.expected[: len(ask.tokens)]:
-            raise Wrong(
-                "equal_output",
-                f"{ask.request_id} got {ask.tokens}, alone it gets {ask.expected[: len(ask.tokens)]}",
-            )
+            raise Wrong("equal_output", f"{ask.request_id} got {ask.tokens}, alone it gets {ask.expected}")
 
     def _got_end(self, message: Ended) -> None:
         ask = self.live.pop(message.request_id, None)
         if ask is None:
             raise Wrong("ends_once", f"{message.request_id} ended although it was not open")
-        ask.ended = message
         self.recent[ask.request_id] = ask
         if len(self.recent) > 256:
             del self.recent[next(iter(self.recent))]
         self.outcomes[message.finish_reason or message.code or ""] += 1
+        if ask.must is not None and message.code != ask.must:
+            raise Wrong("typed_end", f"{ask.request_id} must end {ask.must}, it ended {message.code}")
         if message.code is not None:
-            if message.code not in ask.allowed and not self._load_failed(ask, message.code):
+            if (
+                ask.must is None
+                and message.code not in ask.allowed
+                and not self._load_failed(ask, message.code)
+            ):
                 raise Wrong("typed_end", f"{ask.request_id} ended {message.code}: {message.message}")
-            return
-        if "!" in ask.allowed:
-            raise Wrong("typed_end", f"{ask.request_id} was malformed and ended {message.finish_reason}")
-        if message.finish_reason == "stop" and message.stop_token is None:
+        elif message.finish_reason == "stop" and message.stop_token is None:
             if ask.finish_at is None:
                 raise Wrong("equal_output", f"{ask.request_id} stopped without a reason")
         elif len(ask.tokens) != len(ask.expected):
@@ -293,36 +230,3 @@ class Clients:
         """Whether a copy of the request's adapter was struck by a fault."""
         struck = ask.image is not None and ask.image.number in self._injector.struck_images
         return struck and code == "adapter_load_failed"
-
-    def _got_reply(self, message: Reply) -> None:
-        kind, alias, image = self._calls.pop(message.call_id, ("", "", None))
-        if image is None:
-            raise Wrong("ends_once", f"call {message.call_id} was answered although it was not open")
-        if kind == "inspect":
-            self._check_figures(message)
-        elif kind == "remove":
-            self.removing.pop(image.key, None)
-            if message.code is not None:
-                raise Wrong("typed_end", f"a removal was refused {message.code}: {message.message}")
-        elif message.code is None:
-            old, image.known = self._names.get(alias), True
-            self._names[alias] = image
-            if old is not None and old is not image:
-                self._remove(old)
-        elif image.number not in self._injector.struck_images:
-            raise Wrong("typed_end", f"a registration was refused {message.code}: {message.message}")
-        elif self._names.get(alias) is image:
-            self._call += 1
-            self._calls[self._call] = ("register", alias, image)
-            self.inbox.append(self._registration(self._call, image))
-        else:
-            self._remove(image)
-            if alias not in self._names:
-                self._register(alias)
-
-    @staticmethod
-    def _check_figures(message: Reply) -> None:
-        pages = message.body["pages"]
-        total = pages["free"] + pages["reserved"] + pages["adapter"] + pages["kv"]
-        if message.code is not None or total != pages["total"]:
-            raise Wrong("conservation", f"the engine's own figures do not add up: {pages}")

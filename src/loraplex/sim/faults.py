@@ -17,7 +17,7 @@ from typing import Final
 
 from loraplex.core.layout import KvShape
 from loraplex.engine.config import EngineLimits
-from loraplex.sim.device import Costs, CopyFate, Faults
+from loraplex.sim.device import CopyFate, Costs, Faults
 
 VOCAB: Final = 499
 
@@ -27,6 +27,7 @@ class Fault(StrEnum):
 
     FAILED_COPY = "failed_copy"
     SLOW_COPY = "slow_copy"
+    SLOW_FETCH = "slow_fetch"
     TORN_COPY = "torn_copy"
     DIGEST_MISMATCH = "digest_mismatch"
     LOST_HOST_SOURCE = "lost_host_source"
@@ -50,9 +51,21 @@ COPY_FATES: Final = {
     Fault.LOST_HOST_SOURCE: CopyFate.LOST,
 }
 
+
+class Operation(StrEnum):
+    """What an operator may do beside swaps."""
+
+    PIN = "pin"
+    PREFETCH = "prefetch"
+    LOAD = "load"
+    LIMITS = "limits"
+    REVOKE = "revoke"
+
+
 RATES: Final[dict[Fault, float]] = {
     Fault.FAILED_COPY: 0.1,
     Fault.SLOW_COPY: 0.2,
+    Fault.SLOW_FETCH: 0.2,
     Fault.TORN_COPY: 0.1,
     Fault.DIGEST_MISMATCH: 0.1,
     Fault.LOST_HOST_SOURCE: 0.1,
@@ -86,6 +99,8 @@ class Setup:
     swaps: float
     prompt_tokens: int
     output_tokens: int
+    fetch_ns: int
+    operations: frozenset[Operation]
     faults: frozenset[Fault]
 
     def record(self) -> dict[str, object]:
@@ -102,6 +117,8 @@ class Setup:
             "scrub": limits.scrub,
             "aliases": self.aliases,
             "arrivals_per_tick": self.arrivals,
+            "ranking": limits.ranking,
+            "operations": sorted(self.operations),
             "faults": sorted(self.faults),
         }
 
@@ -129,7 +146,11 @@ def draw_setup(seed: int, *, depth: int | None = None, faults: frozenset[Fault] 
         max_adapter_slots=rng.choice([3, 5, 16]),
         growth_horizon=rng.choice([0, 2, 8]),
         copies_on_compute_stream=not copy_stream,
-        scrub=not copy_stream and rng.random() < 0.7,
+        scrub=rng.random() < 0.6,
+        load_retry_ns=300_000,
+        ranking=rng.choice(["restore_cost", "lru"]),
+        adapter_floor=rng.choice([0, 0, adapter_pages]),
+        host_bytes=rng.choice([None, 3 * adapter_pages * page_tokens * 8]),
     )
     step_ns = 100_000
     costs = Costs(step_ns, 2_000, rng.choice([0, 20_000, 300_000]), rng.choice([1_000, 50_000, 400_000]))
@@ -145,6 +166,8 @@ def draw_setup(seed: int, *, depth: int | None = None, faults: frozenset[Fault] 
         swaps=rng.choice([0.0, 0.005, 0.03]),
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
+        fetch_ns=rng.choice([0, 100_000, 2_000_000]),
+        operations=frozenset(kind for kind in Operation if rng.random() < 0.4),
         faults=kinds if faults is None else faults,
     )
 

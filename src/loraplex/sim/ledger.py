@@ -19,9 +19,6 @@ def page_ledger(state: EngineState) -> I32:
     parts += [table.page_table[slot, : table.pages[slot]] for slot in state.by_slot]
     parts += [entry.pages for entry in state.adapters.values()]
     parts += [entry.pages for entry, _ in state.departing]
-    parts += [
-        part
-        for job in state.loads.values()
-        for part in (job.transaction.adapter_pages, job.transaction.kv_pages)
-    ]
+    for job in state.loads.values():
+        parts += [job.transaction.adapter_pages, job.transaction.kv_pages, job.transaction.spare]
     return np.concatenate(parts)

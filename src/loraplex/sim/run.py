@@ -21,10 +21,12 @@ from loraplex.core.events import Event
 from loraplex.core.plan import BatchPlan, StepResult
 from loraplex.engine.step import Engine
 from loraplex.sim.checks import Checkers
-from loraplex.sim.clients import Clients, Wrong
+from loraplex.sim.clients import Clients
 from loraplex.sim.device import VirtualDevice
 from loraplex.sim.faults import Fault, Injector, Setup, draw_setup
+from loraplex.sim.loader import VirtualLoader
 from loraplex.sim.world import VirtualClock
+from loraplex.sim.wrong import Wrong
 
 HOST_NS: Final = 40_000
 """Virtual nanoseconds of host work between two steps, at most doubled by chance."""
@@ -81,7 +83,8 @@ class _Replica:
         self.device.on_plan = self._on_plan
         self.device.on_result = self._on_result
         self._world = world
-        self.engine = Engine(setup.limits, self.device, world.clients, world.clock, self)
+        self.loader = VirtualLoader(world.clock, world.injector, setup.fetch_ns)
+        self.engine = Engine(setup.limits, self.device, world.clients, world.clock, self, self.loader)
         self.checkers = Checkers(setup, world.clients, self.engine.state)
 
     def emit(self, event: Event) -> None:
@@ -175,13 +178,18 @@ class Simulation:
         self.replica.checkers.after_step()
 
     def _finished(self) -> bool:
-        return self.replica.engine.idle and not self.clients.inbox and not self.clients.live
+        clients = self.clients
+        return (
+            self.replica.engine.idle
+            and not clients.inbox
+            and not clients.live
+            and not clients.names.open_calls
+        )
 
     def _bound(self) -> int:
         """Steps that what is open may take: each request alone, twice, and each adapter's load a few times."""
         work = sum(ask.prompt.size + ask.max_tokens for ask in self.clients.live.values())
-        loads = len(self.clients.images) if len(self.clients.images) < 50 else 50
-        return 1_000 + 4 * work + 200 * loads
+        return 2_000 + 4 * work + 200 * self.setup.aliases
 
 
 def simulate(seed: int, ticks: int, *, setup: Setup | None = None) -> Report:
