@@ -12,7 +12,8 @@ from loraplex.core.messages import EngineSampling, RegisterAdapter, Submit
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.deltas import digest_words
 from loraplex.engine.step import Engine
-from loraplex.sim.device import Faults, VirtualDevice, adapter_number, expected_tokens
+from loraplex.sim.device import Faults, VirtualDevice
+from loraplex.sim.tokens import adapter_number, expected_tokens
 from loraplex.sim.world import EventLog, MemoryMailbox, VirtualClock
 
 VOCAB = 997
@@ -40,7 +41,7 @@ class Rig:
         self.faults = Faults()
         self.device = VirtualDevice(self.limits.bounds, page_tokens, self.faults)
         self.mailbox, self.clock, self.log = MemoryMailbox(), VirtualClock(), EventLog()
-        self.engine = Engine(self.limits, self.device, self.mailbox, self.clock, self.log, grammars)
+        self.engine = Engine(self.limits, self.device, self.mailbox, self.clock, self.log, grammars=grammars)
         self.prompts: dict[str, tuple[np.ndarray, str | None, int]] = {}
         self.calls = 0
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
-from loraplex.core.events import AdapterTransition, PrefetchReleased
+from loraplex.core.events import PrefetchReleased
 from loraplex.engine.state import EngineState
 from loraplex.memory import eviction
 from loraplex.memory.eviction import Candidate, PageClass
@@ -23,12 +23,7 @@ from loraplex.memory.transaction import Demand, Transaction
 
 def move(state: EngineState, entry: AdapterEntry, after: AdapterState) -> None:
     """Change an adapter's state along the table, with its event."""
-    before = entry.move(after)
-    state.emit(
-        AdapterTransition(
-            state.clock.now_ns(), entry.key, entry.slot, entry.generation, before, after, entry.page_count
-        )
-    )
+    state.note_move(entry, entry.move(after))
 
 
 def adapter_pages(state: EngineState) -> int:

@@ -46,6 +46,7 @@ class Engine:
         mailbox: Mailbox,
         clock: Clock,
         events: EventSink,
+        *,
         grammars: Grammars | None = None,
         loader: Loader | None = None,
     ) -> None:

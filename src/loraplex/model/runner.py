@@ -94,6 +94,7 @@ class ModelRunner:
                 )
             attention = TorchPagedAttention(self.pool, kv, dtype, spec.heads, spec.windows)
         self._attention = attention
+        self._compiled = decoder.compiled_over(self.pool, kv)
         self._mirrors = RequestMirrors(bounds, kv.page_tokens)
         self._residents = Residents(self.table, images)
         self._sampler = Sampler(
@@ -187,6 +188,7 @@ class ModelRunner:
             self._attention.begin(histories),
             make_operator(plan, self.table),
             self._index(plan.logit_rows),
+            self._compiled,
         )
 
     def _sample(self, plan: BatchPlan, logits: torch.Tensor, watch: Stopwatch) -> Pending:

@@ -73,7 +73,7 @@ def build_engine(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: E
         held.callback(close)
         ends = eos_ids(Path(config.model))
         grammars = load_grammars(Path(config.model), base.spec.vocab_size, ends)
-        engine = Engine(sizes, backend, mailbox, clock, events, grammars, loader)
+        engine = Engine(sizes, backend, mailbox, clock, events, grammars=grammars, loader=loader)
         let_go = held.pop_all().close
     return BuiltEngine(engine, base, sizes, name, ends, notes, let_go)
 
