@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from typing import Final
 
+import numpy as np
 import torch
 
 from loraplex.model.copies import Copy
@@ -33,6 +34,7 @@ class StreamCopies:
         device = table.pool.device
         self._stream = torch.cuda.Stream(device)
         self._buffers = torch.empty((BUFFERS, table.page_bytes), dtype=torch.uint8, pin_memory=True)
+        self._filled = [buffer.numpy() for buffer in self._buffers]
         self._moved: list[torch.cuda.Event | None] = [None] * BUFFERS
         self._asked: queue.SimpleQueue[tuple[Copy, torch.cuda.Event]] = queue.SimpleQueue()
         self._open: deque[Copy] = deque()
@@ -81,7 +83,7 @@ class StreamCopies:
                 try:
                     self._stream.wait_event(before)
                     self._move(copy)
-                except Exception:  # the thread's boundary: a copy without checksums is not intact
+                except Exception:  # noqa: BLE001 - the thread's boundary: a copy without checksums is not intact
                     _log.exception("the copy into adapter slot %d failed", copy.slot)
                     copy.ready = None
                 finally:
@@ -93,7 +95,7 @@ class StreamCopies:
             moved = self._moved[turn]
             if moved is not None:
                 moved.synchronize()
-            self._buffers[turn].copy_(torch.from_numpy(copy.image.pages[index]))
+            np.copyto(self._filled[turn], copy.image.pages[index])
             self._table.pool[page].copy_(self._buffers[turn], non_blocking=True)
             moved = torch.cuda.Event()
             moved.record(self._stream)
