@@ -113,7 +113,10 @@ def load(
     for line in table(rows):
         print(" | ".join(line))
     first, last = latencies
-    print(f"p99 time between tokens: {last.p99_ms / first.p99_ms:.2f} x undisturbed")
+    print(
+        f"p99 time between tokens: {last.p99_ms / first.p99_ms:.2f} x undisturbed; processor time of the step's "
+        f"thread: {last.step_cpu_p99_ms / first.step_cpu_p99_ms:.2f} x"
+    )
     if json is not None:
         json.write_text(as_json(options, rows, latencies, rate) + "\n", encoding="utf-8")
 
