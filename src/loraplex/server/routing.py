@@ -33,6 +33,17 @@ class Site:
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     serial: Iterator[int] = field(default_factory=itertools.count)
+    watchers: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def watch(self, exchange: Exchange) -> asyncio.Task[None]:
+        """A task that ends when the client goes away, or when the answer has been sent.
+
+        It is never cancelled: the listener would go on waiting inside, and hold up the end until the client closes.
+        """
+        task = asyncio.create_task(exchange.disconnected())
+        self.watchers.add(task)
+        task.add_done_callback(self.watchers.discard)
+        return task
 
 
 @dataclass(slots=True)
@@ -64,7 +75,7 @@ async def encode_text(codec: TextCodec, text: str) -> list[int]:
 async def until_disconnect(call: Call, work: Awaitable[None]) -> None:
     """Do `work` unless the client goes away first; then it is cancelled, which withdraws its requests."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(call.exchange.disconnected())
+    gone = call.site.watch(call.exchange)
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -72,9 +83,8 @@ async def until_disconnect(call: Call, work: Awaitable[None]) -> None:
             return
         call.exchange.facts["outcome"] = "aborted"
     finally:
-        for pending in (task, gone):
-            pending.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
     if not call.exchange.started:  # who closed only its own side may still read why there is no answer
         raise CallerError(ErrorCode.ABORTED, "the client went away before the answer began")
 
