@@ -51,7 +51,9 @@ MAX_UNSENT_EVENT_FRAMES: Final = 1024
 MAX_FRAMES_PER_RECEIVE: Final = 1024
 
 # HTTP
-MAX_BODY_BYTES: Final = 32 << 20
+MAX_BODY_BYTES: Final = 8 << 20
+"""Two million tokens of text; decoding so much holds the event loop up for some twenty milliseconds."""
+MAX_MESSAGES: Final = 4096
 MAX_HEADER_BYTES: Final = 64 << 10
 HEADER_TIMEOUT_S: Final = 15.0
 BODY_TIMEOUT_S: Final = 60.0

@@ -8,20 +8,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
-from loraplex.runtime.text import TextCodec
+from loraplex.runtime.text import SHORT_TEXT_CHARS, TextCodec
 from loraplex.server.answers import DONE, error_body, event
 from loraplex.server.auth import Caller, KeyRing
 from loraplex.server.generate import Generation, Piece
 from loraplex.server.http import Exchange
 from loraplex.server.metrics import Metrics, outcome_of
 from loraplex.server.service import Service
-
-LONG_TEXT_CHARS = 4096
-"""Longer texts are tokenised in a thread, so that no other stream waits for them."""
 
 
 @dataclass(slots=True)
@@ -65,11 +62,23 @@ class Call:
 Handler = Callable[[Call], Awaitable[None]]
 
 
-async def encode_text(codec: TextCodec, text: str) -> list[int]:
-    """Token ids of a prompt; a long one does not hold up the event loop."""
-    if len(text) <= LONG_TEXT_CHARS:
-        return codec.encode(text)
-    return await asyncio.to_thread(codec.encode, text)
+async def encode_text(
+    codec: TextCodec, texts: Sequence[str], encode: Callable[[], list[int]], longest: int, param: str
+) -> list[int]:
+    """Token ids that `encode` makes of texts; long ones do not hold up the event loop.
+
+    longest: tokens that the context holds. Raises `context_too_long` for a text that no tokenising could make fit.
+    """
+    length = sum(map(len, texts))
+    if length <= SHORT_TEXT_CHARS:
+        return encode()
+    if any(codec.surely_exceeds(text, longest) for text in texts):
+        raise CallerError(
+            ErrorCode.CONTEXT_TOO_LONG,
+            f"the text has {length} characters, more than the context of {longest} tokens can hold; shorten it",
+            param=param,
+        )
+    return await asyncio.to_thread(encode)
 
 
 async def until_disconnect(call: Call, work: Awaitable[None]) -> None:
