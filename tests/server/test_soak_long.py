@@ -115,8 +115,8 @@ async def soak(tmp_path: Path, seconds: float) -> dict[str, Any]:
         assert figures["pages"] == pages
         assert pages["kv"] == pages["reserved"] == 0
         assert [entry["leases"] for entry in figures["adapters"]] == [0, 0]
-        assert after[0] - before[0] < GROWTH_BYTES
-        assert after[1] - before[1] < GROWTH_BYTES
+        assert after[0] - before[0] < GROWTH_BYTES, (before, after)
+        assert after[1] - before[1] < GROWTH_BYTES, (before, after)
         assert done["left"] > 0
         return {
             "seconds": round(took, 1), **done, "tokens_a_second": round(done["tokens"] / took),
