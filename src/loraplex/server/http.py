@@ -78,7 +78,7 @@ class Exchange:
         if announced.isdigit() and int(announced) > limits.MAX_BODY_BYTES:
             raise _too_large(int(announced))
         try:
-            async with asyncio.timeout(limits.BODY_TIMEOUT_S) as self._patience:
+            async with asyncio.timeout(0 if self._hurried else limits.BODY_TIMEOUT_S) as self._patience:
                 return await self._whole_body()
         except TimeoutError as error:
             if self._hurried:

@@ -53,6 +53,8 @@ class Service:
     def exchanging(self, exchange: Exchange) -> Iterator[None]:
         """Count an exchange from its first byte to its last."""
         self.exchanges.add(exchange)
+        if self.phase is Phase.DRAINING:
+            exchange.hurry()
         try:
             yield
         finally:
