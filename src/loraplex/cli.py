@@ -65,6 +65,9 @@ def serve(
         Parameter(help="Type of weights and cache; auto is bfloat16 where the hardware multiplies it."),
     ] = "auto",
     pool_gb: Annotated[float | None, Parameter(help="Page pool for KV and adapters, in GiB.")] = None,
+    host_gb: Annotated[
+        float | None, Parameter(help="Adapter images in host memory, in GiB; a quarter of it by default.")
+    ] = None,
     max_model_len: Annotated[int | None, Parameter(help="Positions of one request at most.")] = None,
     tensor_parallel: Annotated[int, Parameter(help="Devices that share the model; 1 for now.")] = 1,
     policy: Annotated[str, Parameter(help="Scheduling policy; fcfs for now.")] = "fcfs",
@@ -112,6 +115,7 @@ def serve(
         log_json=log_json,
         log_prompts=log_prompts,
         drain_s=drain_s,
+        host_gb=host_gb,
     )
     return run_server(config)
 

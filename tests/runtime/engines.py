@@ -126,7 +126,7 @@ def build_virtual(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: 
     """The real engine over the virtual device."""
     limits = virtual_limits(config)
     grammars = load_grammars(Path(config.model), VOCAB, [1, 2])
-    engine = Engine(limits, virtual_device(config), mailbox, clock, events, grammars)
+    engine = Engine(limits, virtual_device(config), mailbox, clock, events, grammars=grammars)
     return Built(engine, {**INFO, "max_model_len": limits.max_model_len})
 
 

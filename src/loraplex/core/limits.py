@@ -36,6 +36,16 @@ MAX_ADAPTER_CONFIG_BYTES: Final = 4 << 20
 MAX_SAFETENSORS_HEADER_BYTES: Final = 100 << 20
 MAX_ALIAS_CHARS: Final = 128
 
+# Residency
+MAX_LOAD_ATTEMPTS: Final = 3
+"""Failed loads or fetches in a row after which those who wait for an adapter hear of it."""
+LOAD_RETRY_NS: Final = 5_000_000
+"""Pause after the first failure of a load; doubled by each further one."""
+MAX_COPIES_IN_FLIGHT: Final = 4
+"""Copies that a backend is given at a time; the others wait in order of purpose."""
+MAX_SPECULATIVE_LOADS: Final = 2
+"""Loads that nobody waits for yet, at a time."""
+
 # Scheduling
 TOKEN_BUDGET_CPU: Final = 512
 TOKEN_BUDGET_CUDA: Final = 8192

@@ -6,6 +6,7 @@ Real implementations live in `runtime`, virtual ones in `sim`. A port's method m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from loraplex.core.events import Event
@@ -25,7 +26,9 @@ class Clock(Protocol):
 class Backend(Protocol):
     """Runs packed plans in order. It obeys: it never chooses pages, slots or victims.
 
-    At most one plan more than the pipeline depth is outstanding.
+    At most one plan more than the pipeline depth is outstanding. A plan's `copies` start copies; a copy is reported in the
+    result of any plan, that one or a later one, once. While copies are under way the engine sends plans without rows; the
+    collection of such a result may wait a little for a copy to end.
     """
 
     def launch(self, plan: bytes) -> None:
@@ -54,6 +57,31 @@ class EventSink(Protocol):
 
     def emit(self, event: Event) -> None:
         """Record one event; must not block."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The end of one fetch: the image lies verified in host memory, or an error's code and message say why not."""
+
+    kernel_digest: str
+    code: str | None = None
+    message: str = ""
+
+
+class Loader(Protocol):
+    """Brings adapter images from the disk store into host memory, outside of this process."""
+
+    def fetch(self, kernel_digest: str) -> None:
+        """Begin to bring and verify an image; never blocks. Ends in one `Fetched`, also when the loader dies."""
+        ...
+
+    def drop(self, kernel_digest: str) -> None:
+        """Let go of a host image; what has it open keeps it."""
+        ...
+
+    def poll(self, wait: bool) -> Sequence[Fetched]:
+        """What ended since the last call. wait: there is nothing else to do; may wait a few milliseconds."""
         ...
 
 

@@ -22,10 +22,13 @@ from loraplex.schedule.select import Selection
 
 
 def make_flight(state: EngineState, selection: Selection) -> Flight | None:
-    """Plan the selection and the pending deltas; None when there is neither."""
+    """Plan the selection and the pending deltas; None when there is neither.
+
+    While copies are under way a plan without either asks how they are.
+    """
     started = state.clock.now_ns()
     selection, masks = constraints.masks_for(state, selection)
-    if not selection.slots.size and not state.deltas:
+    if not selection.slots.size and not state.deltas and not state.copying:
         return None
     deltas = state.deltas.take(state.table)
     plan = plan_selection(

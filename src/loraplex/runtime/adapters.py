@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from loraplex.catalog.memory import DEFAULT_NAMESPACE, AdapterCatalog, Revision
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
-from loraplex.core.messages import Inspect, RegisterAdapter, RemoveAdapter
+from loraplex.core.messages import EngineCall, Inspect, RemoveAdapter
 from loraplex.runtime.prepare import PreparedAdapter
 
 Prepare = Callable[[str], Awaitable[PreparedAdapter]]
@@ -30,7 +30,7 @@ Prepare = Callable[[str], Awaitable[PreparedAdapter]]
 class EngineCalls(Protocol):
     """The part of an engine client that adapter administration uses."""
 
-    async def call(self, message: RegisterAdapter | RemoveAdapter | Inspect) -> dict[str, Any]:
+    async def call(self, message: EngineCall) -> dict[str, Any]:
         """Send a call and wait for its reply; the client numbers it. Raises the typed error of the reply."""
         ...
 
