@@ -28,7 +28,7 @@ def make_flight(state: EngineState, selection: Selection) -> Flight | None:
     if not selection.slots.size and not state.deltas and not state.copying:
         return None
     started = state.clock.now_ns()
-    deltas = state.deltas.take(state.table)
+    deltas = state.deltas.take(state.table, state.loads, state.directory)
     plan = plan_selection(
         state.table,
         selection,
