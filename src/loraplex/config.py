@@ -91,7 +91,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: folder or GGUF file; None with demo. adapters: (alias, source). adapter_dirs: folders whose subfolders are
     registered, and the only places that remote callers may load from. api_key_file: without one, only loopback.
-    expose_without_keys: listen elsewhere all the same. host_gb: adapter images in host memory, in GiB. drain_s: how long open requests may go on after SIGTERM.
+    expose_without_keys: listen elsewhere all the same. log_prompts: prompts may stand in the log. host_gb: adapter images
+    in host memory, in GiB. drain_s: how long open requests may go on after SIGTERM.
     """
 
     model: str | None = None
@@ -109,6 +110,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     expose_without_keys: bool = False
     log_level: str = "info"
     log_json: bool = False
+    log_prompts: bool = False
     drain_s: float = DEFAULT_DRAIN_S
     host_gb: float | None = None
 

@@ -93,7 +93,7 @@ class SlowRig(Rig):
         super().__init__(**changes)  # type: ignore[arg-type]
         self.device = SlowDevice(self.limits.bounds, self.limits.kv.page_tokens, self.faults)
         self.loader = SlowLoader()
-        self.engine = Engine(self.limits, self.device, self.mailbox, self.clock, self.log, self.loader)
+        self.engine = Engine(self.limits, self.device, self.mailbox, self.clock, self.log, loader=self.loader)
 
     def call(self, message: type[EngineCall], *args: object, **more: object) -> int:
         self.calls += 1
@@ -214,7 +214,7 @@ def _make_cold(rig: SlowRig, *keys: str) -> None:
 @both_depths
 def test_after_the_last_attempt_those_who_wait_hear_of_it_and_later_ones_are_served(depth: int) -> None:
     from loraplex.engine.deltas import digest_words
-    from loraplex.sim.device import adapter_number
+    from loraplex.sim.tokens import adapter_number
 
     rig = SlowRig(depth=depth)
     rig.register("bad")

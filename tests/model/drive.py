@@ -69,10 +69,12 @@ def open_row(request: Request, seed: int = 5) -> list[int]:
 class Driver:
     """One runner over a poisoned pool, and plans for it."""
 
-    def __init__(self, model: Decoder, page_tokens: int = 4, slots: int = SLOTS, pages: int = 0) -> None:
+    def __init__(
+        self, model: Decoder, page_tokens: int = 4, slots: int = SLOTS, pages: int = 0, adapters: int = 5
+    ) -> None:
         self.kv = model.spec.kv_shape(model.weights.dtype.itemsize, page_tokens)
         entries = self.kv.pages_for(MODEL_LEN)
-        self.bounds = PlanBounds(slots, 5, pages or 1 + slots * entries + 40, entries, VOCAB)
+        self.bounds = PlanBounds(slots, adapters, pages or 1 + slots * entries + 40, entries, VOCAB)
         self.images = Images()
         pool = allocate_pool(self.bounds.num_pages, self.kv.page_bytes, model.weights.device, poison=True)
         self.runner = ModelRunner(model, self.kv, self.bounds, self.images, pool=pool)

@@ -112,7 +112,7 @@ def test_an_engine_survives_the_death_of_its_loader(tmp_path: Path) -> None:
     empty = np.zeros((0, 4), dtype=np.int32), np.zeros((0, 9), dtype=np.int32)
     disk.put(AdapterImage("ab" * 32, rig.kernel_digest("a"), 4, *empty, pages, page_checksum(pages)))
     loader = Killed(tmp_path / "disk", tmp_path / "host")
-    rig.engine = Engine(rig.limits, rig.device, rig.mailbox, rig.clock, rig.log, loader)
+    rig.engine = Engine(rig.limits, rig.device, rig.mailbox, rig.clock, rig.log, loader=loader)
     try:
         rig.register("a")
         rig.submit("r", [1, 2, 3], "a")

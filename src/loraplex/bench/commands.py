@@ -63,6 +63,61 @@ def decode(
         json.write_text(as_json(options, rows) + "\n", encoding="utf-8")
 
 
+@bench_app.command
+def load(
+    model: Path | None = None,
+    /,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    ranks: tuple[int, ...] = (8, 16, 64),
+    repeats: int = 5,
+    cold: int = 100,
+    running: int = 8,
+    pool_gb: float = 2.0,
+    load_format: Literal["auto", "dummy"] = "auto",
+    json: Path | None = None,
+) -> None:
+    """Cost of a cold adapter by tier, rank and stage, and time between tokens while many load.
+
+    Parameters
+    ----------
+    model: folder; the demo model when left out.
+    device: cpu or cuda.
+    dtype: element type of weights, KV and factors.
+    ranks: ranks of the adapters.
+    repeats: timed loads of each row.
+    cold: adapters that load while requests run.
+    running: requests that run meanwhile.
+    pool_gb: page pool, in GiB; it must hold all cold adapters at once.
+    load_format: dummy for random weights from config.json alone.
+    json: also write the rows to this file.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from loraplex.bench.load import LoadOptions, as_json, run_load, table
+
+    if repeats < 1 or cold < 1 or running < 1 or not ranks:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            "repeats, cold and running must be at least 1, and one rank must be given",
+        )
+    if model is None:
+        from loraplex.model.gguf import ensure_demo_model
+
+        model = ensure_demo_model()
+    options = LoadOptions(
+        model, device=device, dtype=dtype, ranks=ranks, repeats=repeats, cold=cold, running=running,
+        pool_gb=pool_gb, load_format=load_format,
+    )  # fmt: skip
+    rows, latencies, rate = run_load(options, print)
+    for line in table(rows):
+        print(" | ".join(line))
+    first, last = latencies
+    print(f"p99 time between tokens: {last.p99_ms / first.p99_ms:.2f} x undisturbed")
+    if json is not None:
+        json.write_text(as_json(options, rows, latencies, rate) + "\n", encoding="utf-8")
+
+
 def _pair(text: str) -> tuple[str, Path]:
     name, equals, folder = text.partition("=")
     if not name or not equals or not Path(folder).is_dir():

@@ -40,6 +40,7 @@ class ErrorCode(StrEnum):
     DUPLICATE_REQUEST = "duplicate_request"
     TOKENIZER_MISSING = "tokenizer_missing"
     REQUEST_TOO_LARGE = "request_too_large"
+    REQUEST_TIMEOUT = "request_timeout"
     UNAUTHENTICATED = "unauthenticated"
     FORBIDDEN = "forbidden"
     NOT_FOUND = "not_found"
@@ -99,6 +100,7 @@ class ErrorCode(StrEnum):
     PLAN_SEGMENTS = "plan_segments"
     PLAN_GROUPS = "plan_groups"
     PLAN_SAMPLE_ROWS = "plan_sample_rows"
+    PLAN_MASKS = "plan_masks"
     PLAN_PAGE_TABLE = "plan_page_table"
     PLAN_TOKEN_REFERENCE = "plan_token_reference"
     PLAN_POSITION = "plan_position"
@@ -158,6 +160,7 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.DUPLICATE_REQUEST: _caller(400, "a request id names at most one live request"),
     _E.TOKENIZER_MISSING: _caller(400, "text needs a tokenizer; a folder without one serves token ids"),
     _E.REQUEST_TOO_LARGE: _caller(413, "a request body stays under the configured size"),
+    _E.REQUEST_TIMEOUT: _caller(408, "a request body arrives whole within the time limit"),
     _E.UNAUTHENTICATED: _caller(401, "the caller presents a known API key where keys are required"),
     _E.FORBIDDEN: _caller(403, "the caller's role permits the operation"),
     _E.NOT_FOUND: _caller(404, "the path names something that is served"),
@@ -214,6 +217,7 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.PLAN_SEGMENTS: _ours("adapter segments tile all rows and agree with their requests"),
     _E.PLAN_GROUPS: _ours("grouped rows cover each active row exactly once under its adapter"),
     _E.PLAN_SAMPLE_ROWS: _ours("each sample row is a logit row of its own request"),
+    _E.PLAN_MASKS: _ours("a token mask belongs to one sample, spans the vocabulary and allows a token"),
     _E.PLAN_PAGE_TABLE: _ours("page-table deltas name owned pages inside their bounds"),
     _E.PLAN_TOKEN_REFERENCE: _ours("a token is an id or a reference into the step before"),
     _E.PLAN_POSITION: _ours("positions of a request's rows are consecutive"),

@@ -62,5 +62,13 @@ MAX_FRAMES_PER_RECEIVE: Final = 1024
 
 # HTTP
 MAX_BODY_BYTES: Final = 32 << 20
+MAX_HEADER_BYTES: Final = 64 << 10
+HEADER_TIMEOUT_S: Final = 15.0
+BODY_TIMEOUT_S: Final = 60.0
+"""From a request's headers to the end of its body: who sends slower holds a connection that others wait for."""
+MAX_LOGGED_PROMPT_CHARS: Final = 4096
+MAX_SCHEMA_BYTES: Final = 64 << 10
+MAX_SCHEMA_DEPTH: Final = 32
+"""Levels of a response schema; a compiler that recurses over it stays far from its stack's end."""
 MAX_CHOICES: Final = 256
 """Prompts times samples of one HTTP request."""

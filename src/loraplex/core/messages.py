@@ -35,7 +35,10 @@ class EngineSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Enqueue one request. prompt: token ids as little-endian int32 bytes. adapter: semantic digest, or None."""
+    """Enqueue one request. prompt: token ids as little-endian int32 bytes. adapter: semantic digest, or None.
+
+    grammar: what the output must follow, as text that the engine's `Grammars` port reads; None leaves it free.
+    """
 
     request_id: str
     prompt: bytes
@@ -45,6 +48,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     priority: int = 0
     arrival_ns: int = 0
     deadline_ns: int = 0
+    grammar: str | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -89,11 +93,13 @@ class RemoveAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Bring an adapter onto the device now, evicting for it: the shadow copy of a swap. Replied when it is published.
 
-    Refused at once with the shortfall when free and reclaimable pages do not hold it.
+    Refused at once with the shortfall when free and reclaimable pages do not hold it. beside: the revision that it will
+    replace; where that one is not on the device, this one need not be either, and its image in host memory is enough.
     """
 
     call_id: int
     key: str
+    beside: str | None = None
 
 
 class PrefetchAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ from typing import Protocol
 from loraplex.core.events import Event
 from loraplex.core.layout import AdapterImage
 from loraplex.core.messages import FromEngine, ToEngine
+from loraplex.core.packed import I32
 
 
 class Clock(Protocol):
@@ -89,4 +90,30 @@ class ImageSource(Protocol):
 
     def open(self, kernel_digest: str) -> AdapterImage:
         """The image; raises `adapter_load_failed` when it is not there."""
+        ...
+
+
+class Constraint(Protocol):
+    """What the output of one request may go on with: a grammar, and how far the output has come in it."""
+
+    def accept(self, token: int) -> bool:
+        """Move on by a token; whether the output is complete with it. Raises `schema_unsupported`."""
+        ...
+
+
+class Grammars(Protocol):
+    """Grammars of constrained requests. Compiling one never holds up a step."""
+
+    def open(self, grammar: str) -> Constraint | None:
+        """A constraint at its beginning; None while the grammar is being compiled: ask again.
+
+        Raises `schema_unsupported` for one that cannot be enforced, `unsupported_option` where none can.
+        """
+        ...
+
+    def masks(self, constraints: Sequence[Constraint]) -> tuple[I32, Sequence[str]]:
+        """Which tokens may come next, int32 [n, ceil(vocabulary / 32)]: bit t of word t // 32 is token t.
+
+        And why a row allows none, [n]: empty where it allows some.
+        """
         ...

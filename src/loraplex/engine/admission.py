@@ -13,7 +13,7 @@ from typing import Final
 
 from loraplex.core.errors import CapacityError, ErrorCode, LoraplexError
 from loraplex.core.events import RequestAdmitted
-from loraplex.engine import hosting, loads, pressure
+from loraplex.engine import constraints, hosting, loads, pressure
 from loraplex.engine.records import LoadJob, Phase, Purpose, RequestRecord
 from loraplex.engine.state import EngineState
 from loraplex.memory.residency import AdapterEntry
@@ -35,6 +35,7 @@ class Outcome(StrEnum):
     PARKED = "parked"
     BLOCKED = "blocked"
     SKIPPED = "skipped"
+    EARLY = "early"
     GONE = "gone"
 
 
@@ -57,6 +58,8 @@ def admit(state: EngineState) -> None:
                 record.skipped += 1
                 if record.skipped > MAX_SKIPS:
                     break
+            case Outcome.EARLY:
+                held_back.append(ticket)
             case Outcome.PARKED:
                 assert record.entry is not None
                 state.queue.park(ticket, record.entry.key)
@@ -73,13 +76,10 @@ def _slots_promised(state: EngineState) -> int:
 
 
 def _try(state: EngineState, record: RequestRecord) -> Outcome:
-    entry, now = record.entry, state.clock.now_ns()
-    if record.deadline_ns and record.outputs == 0 and now > record.deadline_ns:
-        return _refuse(
-            state,
-            record,
-            CapacityError(ErrorCode.DEADLINE_EXCEEDED, "the request could not start before its deadline"),
-        )
+    early = _before_resources(state, record)
+    if early is not None:
+        return early
+    entry = record.entry
     ready = readiness(entry)
     if ready is Readiness.LOADING:
         return Outcome.PARKED
@@ -100,6 +100,19 @@ def _try(state: EngineState, record: RequestRecord) -> Outcome:
         return Outcome.BLOCKED
     bind(state, record)
     return Outcome.ADMITTED
+
+
+def _before_resources(state: EngineState, record: RequestRecord) -> Outcome | None:
+    """A deadline that has passed ends a request; a grammar that is not there yet holds it back. None: go on."""
+    if record.deadline_ns and record.outputs == 0 and state.clock.now_ns() > record.deadline_ns:
+        return _refuse(
+            state,
+            record,
+            CapacityError(ErrorCode.DEADLINE_EXCEEDED, "the request could not start before its deadline"),
+        )
+    if not constraints.begin(state, record):
+        return Outcome.EARLY if record.request_id in state.records else Outcome.GONE
+    return None
 
 
 def _try_cold(
@@ -151,6 +164,7 @@ def bind(state: EngineState, record: RequestRecord) -> None:
     table.logprobs[slot] = sampling.logprobs
     table.prompt_logprobs[slot] = sampling.prompt_logprobs
     table.scored[slot] = record.scored
+    table.masked[slot] = record.constraint is not None
     state.deltas.open_request(record, slot, incarnation)
     state.deltas.page_table(table.add_pages(slot, pages))
     record.slot, record.phase, record.skipped = slot, Phase.RUNNING, 0

@@ -13,7 +13,7 @@ from loraplex.core.messages import TokenLogprobs, Tokens
 from loraplex.core.packed import I32, bits_float
 from loraplex.core.plan import StepResult
 from loraplex.core.request import FinishReason
-from loraplex.engine import admission, growth, loads
+from loraplex.engine import admission, constraints, growth, loads
 from loraplex.engine.records import RequestRecord
 from loraplex.engine.state import EngineState, Flight
 from loraplex.schedule.running import Slots
@@ -129,8 +129,11 @@ def _count_output(state: EngineState, record: RequestRecord, token: int) -> None
         record.first_token = True
         now = state.clock.now_ns()
         state.emit(FirstToken(now, record.request_id, now - record.arrival_ns))
+    complete = constraints.accept(state, record, token)
     if token in record.stop_ids:
         state.end(record, reason=FinishReason.STOP, stop_token=token)
+    elif complete:
+        state.end(record, reason=FinishReason.STOP)
     elif record.outputs >= record.sampling.max_tokens:
         state.end(record, reason=FinishReason.LENGTH)
 

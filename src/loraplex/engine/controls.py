@@ -33,7 +33,9 @@ def load(state: EngineState, message: LoadAdapter) -> None:
     """A shadow load (0x07G): replied when the adapter is published."""
     entry = find(state, message.key)
     _require_possible(state, entry)
-    state.wants.append(Want(entry, Purpose.SHADOW, message.call_id))
+    other = state.adapters.get(message.beside) if message.beside is not None else None
+    host_only = message.beside is not None and (other is None or not (other.resident or other.loading))
+    state.wants.append(Want(entry, Purpose.SHADOW, message.call_id, host_only=host_only))
 
 
 def prefetch(state: EngineState, message: PrefetchAdapter) -> None:
@@ -184,7 +186,7 @@ def _advance(state: EngineState, wanted: Want) -> bool:
     entry, purpose = wanted.entry, wanted.purpose
     if entry.removing:
         raise CallerError(ErrorCode.ADAPTER_NOT_FOUND, f"adapter {entry.key[:12]} was removed meanwhile")
-    if entry.resident:
+    if entry.resident or (wanted.host_only and entry.state is not AdapterState.ABSENT):
         return True
     if entry.loading or entry.evicting or state.clock.now_ns() < entry.retry_at_ns:
         return False

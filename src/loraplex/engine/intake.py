@@ -111,6 +111,7 @@ def submit(state: EngineState, message: Submit) -> None:
         prompt_tokens=int(prompt.size),
         tokens=prompt,
         revision=RevisionLease.take(entry) if entry is not None else None,
+        grammar=message.grammar,
     )
     state.records[record.request_id] = record
     state.queue.push(record.ticket)

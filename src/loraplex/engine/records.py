@@ -7,6 +7,7 @@ from enum import IntEnum, StrEnum
 
 from loraplex.core.messages import EngineSampling
 from loraplex.core.packed import I32
+from loraplex.core.ports import Constraint
 from loraplex.memory.leases import RevisionLease, SlotLease
 from loraplex.memory.residency import AdapterEntry
 from loraplex.memory.transaction import Transaction
@@ -27,7 +28,9 @@ class RequestRecord:
     """A request from enqueue to end.
 
     tokens: known tokens while it waits (prompt, after a preemption with its output). ticket: its place in the queue,
-    given once. load_attempts: loads for it that failed; a retry keeps everything else. scored: prompt positions whose log probabilities were sent. preempting: its pages go as soon as nothing
+    given once. grammar: what its output must follow; constraint: how far it has come there, from its first admission on.
+    load_attempts: loads for it that failed; a retry keeps everything else. scored: prompt positions whose log
+    probabilities were sent. preempting: its pages go as soon as nothing
     of it is in flight.
     """
 
@@ -52,6 +55,8 @@ class RequestRecord:
     skipped: int = 0
     load_attempts: int = 0
     preempting: bool = False
+    grammar: str | None = None
+    constraint: Constraint | None = None
     first_token: bool = False
 
     @property
@@ -99,12 +104,14 @@ class LoadJob:
 
 @dataclass(slots=True)
 class Want:
-    """A call that wishes an adapter on the device. tries: steps in which it found no pages."""
+    """A call that wishes an adapter on the device. tries: steps in which it found no pages. host_only: its
+    image in host memory is enough."""
 
     entry: AdapterEntry
     purpose: Purpose
     call_id: int
     tries: int = 0
+    host_only: bool = False
 
     @property
     def stalled(self) -> bool:

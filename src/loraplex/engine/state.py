@@ -14,7 +14,7 @@ from loraplex.core.events import AdapterTransition, Event, RequestFinished
 from loraplex.core.messages import Ended, FromEngine
 from loraplex.core.packed import I32
 from loraplex.core.plan import BatchPlan
-from loraplex.core.ports import Clock, Loader
+from loraplex.core.ports import Clock, Grammars, Loader
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.deltas import PendingDeltas
 from loraplex.engine.records import LoadJob, Phase, RequestRecord, Want
@@ -77,9 +77,10 @@ class EngineState:
     by the kernel digest of their image. pinned: those with a pin.
     """
 
-    def __init__(self, limits: EngineLimits, clock: Clock, loader: Loader) -> None:
+    def __init__(self, limits: EngineLimits, clock: Clock, grammars: Grammars, loader: Loader) -> None:
         self.limits = limits
         self.clock = clock
+        self.grammars = grammars
         self.loader = loader
         self.host = HostTier(limits.host_bytes if limits.host_bytes is not None else NO_BOUND)
         self.pool = PagePool(limits.num_pages, limits.kv.page_bytes)

@@ -17,7 +17,7 @@ Synchronous and deterministic: everything outside comes through ports.
 from __future__ import annotations
 
 from loraplex.core.plan import StepResult
-from loraplex.core.ports import Backend, Clock, EventSink, Loader, Mailbox
+from loraplex.core.ports import Backend, Clock, EventSink, Grammars, Loader, Mailbox
 from loraplex.engine import (
     admission,
     commit,
@@ -31,6 +31,7 @@ from loraplex.engine import (
     residency,
 )
 from loraplex.engine.config import EngineLimits
+from loraplex.engine.constraints import NoGrammars
 from loraplex.engine.state import EngineState, Flight
 from loraplex.schedule.select import Selection, select_rows
 
@@ -45,10 +46,14 @@ class Engine:
         mailbox: Mailbox,
         clock: Clock,
         events: EventSink,
+        *,
+        grammars: Grammars | None = None,
         loader: Loader | None = None,
     ) -> None:
-        """loader: None where every image lies in host memory already."""
-        self.state = EngineState(limits, clock, hosting.AllOnHost() if loader is None else loader)
+        """grammars: None refuses requests whose output must follow one. loader: None where every image is on the host."""
+        self.state = EngineState(
+            limits, clock, grammars or NoGrammars(), hosting.AllOnHost() if loader is None else loader
+        )
         self._backend = backend
         self._mailbox = mailbox
         self._events = events

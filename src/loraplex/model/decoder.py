@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from loraplex.core.ids import Module
+from loraplex.core.layout import KvShape
 from loraplex.model.attention.interface import AttentionBatch
+from loraplex.model.attention.torch_paged import TorchPagedBatch
+from loraplex.model.cpu_layers import CpuLayers
 from loraplex.model.linear import Linear
 from loraplex.model.rope import RopeTable, rotate_
 from loraplex.model.spec import DecoderSpec
@@ -31,6 +34,11 @@ class Decoder:
         self.weights = weights
         self._rope = RopeTable(spec.rope, spec.head_dim, positions, weights.dtype, weights.device)
 
+    def compiled_over(self, pool: torch.Tensor, kv: KvShape) -> CpuLayers | None:
+        """The layers as compiled CPU kernels over a page pool, where they serve this model: an argument of `forward`."""
+        rope = (self._rope.cos, self._rope.sin)
+        return CpuLayers.find(self.spec, self.weights, rope, pool, kv)
+
     @torch.inference_mode()
     def forward(
         self,
@@ -39,21 +47,36 @@ class Decoder:
         attention: AttentionBatch,
         adapters: AdapterOps,
         logit_rows: torch.Tensor,
+        compiled: CpuLayers | None = None,
     ) -> torch.Tensor:
         """Logits of the rows asked for.
 
-        tokens, positions: int64 [T]; logit_rows: int64 [L], rows whose logits are wanted. Returns float32 [L, vocab].
+        tokens, positions: int64 [T]; logit_rows: int64 [L], rows whose logits are wanted. compiled: layers to use in
+        place of torch where they serve the step. Returns float32 [L, vocab].
         """
         hidden = F.embedding(tokens, self.weights.embed)
         if adapters.active:
             adapters.embed(hidden, tokens)
+        if (
+            compiled is not None
+            and isinstance(attention, TorchPagedBatch)
+            and compiled.serves(attention, adapters)
+        ):
+            compiled.run(hidden, positions, attention, adapters)
+        else:
+            self._layers(hidden, positions, attention, adapters)
+        return self._logits(hidden, adapters, logit_rows)
+
+    def _layers(
+        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, adapters: AdapterOps
+    ) -> None:
+        """All layers in torch, in place: the definition."""
         cos, sin = self._rope.gather(positions)
         for index, layer in enumerate(self.weights.layers):
             x = self._norm(hidden, layer.input_norm)
             hidden += self._attend(index, layer, x, cos, sin, attention, adapters)
             x = self._norm(hidden, layer.post_norm)
             hidden += self._feed_forward(index, layer, x, adapters)
-        return self._logits(hidden, adapters, logit_rows)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMS norm over the hidden dimension, accumulated in float32."""
@@ -95,10 +118,8 @@ class Decoder:
         if logit_rows.numel() == 0:
             return torch.empty((0, self.spec.vocab_size), dtype=torch.float32, device=hidden.device)
         x = self._norm(hidden[logit_rows], self.weights.final_norm)
-        y = self.weights.lm_head(x)
-        if adapters.active:
-            adapters.apply(y, x, 0, (Module.LM_HEAD,), RowSet.LOGIT)
-        return y.float()
+        sizes = (self.spec.vocab_size,)
+        return _project(x, self.weights.lm_head, 0, (Module.LM_HEAD,), sizes, adapters, RowSet.LOGIT).float()
 
 
 def _project(
@@ -108,19 +129,23 @@ def _project(
     modules: tuple[Module, ...],
     sizes: tuple[int, ...],
     adapters: AdapterOps,
+    rows: RowSet = RowSet.ALL,
 ) -> torch.Tensor:
     """y = g * ((x * h) W^T + b + s (x A^T) B^T) + c for modules that share an input; one GEMM unless an h splits them.
 
-    The projection's own bias b lies inside the parentheses for every row; an adapter's c is relative to that.
+    The projection's own bias b lies inside the parentheses for every row; an adapter's c is relative to that. A module
+    with its own h costs one more GEMM over all rows, so that a row without h keeps its bits whatever is beside it.
     """
     if not adapters.active:
         return projection(x)
-    inputs = [adapters.scale_input(x, layer, module) for module in modules] if adapters.scales_input else [x]
-    if len(inputs) == 1:
-        y = projection(inputs[0])
-    elif all(scaled is x for scaled in inputs):
-        y = projection(x)
-    else:
-        y = torch.cat([projection(h).split(sizes, dim=1)[i] for i, h in enumerate(inputs)], dim=1)
-    adapters.apply(y, x, layer, modules)
+    y = projection(x)
+    if adapters.scales_input:
+        start = 0
+        for module, size in zip(modules, sizes, strict=True):
+            own = slice(start, start + size)
+            start += size
+            scaled = adapters.scale_input(x, layer, module, rows)
+            if scaled is not x:
+                y[:, own] = projection(scaled)[:, own]
+    adapters.apply(y, x, layer, modules, rows)
     return y

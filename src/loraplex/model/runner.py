@@ -32,7 +32,7 @@ from loraplex.model.decoder import Decoder
 from loraplex.model.mirrors import RequestMirrors
 from loraplex.model.residents import Residents
 from loraplex.model.results import Pending, Scores, Stopwatch, no_scores, to_host
-from loraplex.model.sampler import Sampler
+from loraplex.model.sampler import Sampler, TokenMasks
 from loraplex.ops.dispatch import make_operator
 from loraplex.ops.table import AdapterTable
 
@@ -94,6 +94,7 @@ class ModelRunner:
                 )
             attention = TorchPagedAttention(self.pool, kv, dtype, spec.heads, spec.windows)
         self._attention = attention
+        self._compiled = decoder.compiled_over(self.pool, kv)
         self._mirrors = RequestMirrors(bounds, kv.page_tokens)
         self._residents = Residents(self.table, images)
         self._sampler = Sampler(
@@ -187,6 +188,7 @@ class ModelRunner:
             self._attention.begin(histories),
             make_operator(plan, self.table),
             self._index(plan.logit_rows),
+            self._compiled,
         )
 
     def _sample(self, plan: BatchPlan, logits: torch.Tensor, watch: Stopwatch) -> Pending:
@@ -200,7 +202,8 @@ class ModelRunner:
             prompt_scores = self._scores(logits, index, self._index(targets), wanted)
         if len(plan.samples):
             index, _, positions, wanted = plan.samples.T
-            tokens = self._sampler.sample(logits, index, owners[:, 0], positions)
+            masks = TokenMasks(plan.mask_samples, plan.masks) if plan.mask_samples.size else None
+            tokens = self._sampler.sample(logits, index, owners[:, 0], positions, masks)
             if (wanted >= 0).any():
                 scores = self._scores(logits, index, tokens, wanted)
         self._sampled[plan.generation] = _Sampled(tokens, owners.copy())

@@ -15,24 +15,17 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from loraplex.catalog.memory import AdapterCatalog, Revision
+from loraplex.catalog.memory import DEFAULT_NAMESPACE, AdapterCatalog, Revision
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
-from loraplex.core.messages import EngineCall, Inspect, RemoveAdapter
+from loraplex.core.messages import Inspect, RemoveAdapter
+from loraplex.runtime.controls import EngineCalls, ResidencyControls
 from loraplex.runtime.prepare import PreparedAdapter
 
 Prepare = Callable[[str], Awaitable[PreparedAdapter]]
-
-
-class EngineCalls(Protocol):
-    """The part of an engine client that adapter administration uses."""
-
-    async def call(self, message: EngineCall) -> dict[str, Any]:
-        """Send a call and wait for its reply; the client numbers it. Raises the typed error of the reply."""
-        ...
 
 
 def local_source(source: str, roots: Sequence[str | os.PathLike[str]]) -> str:
@@ -84,6 +77,7 @@ class AdapterService:
         self._bound: Counter[str] = Counter()
         self._retiring: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
         self.retire_failures: dict[str, LoraplexError] = {}
+        self.controls = ResidencyControls(engine)
 
     def __iter__(self) -> Iterator[Revision]:
         return iter(self._catalog)
@@ -93,18 +87,22 @@ class AdapterService:
         """The catalog's generation."""
         return self._catalog.generation
 
-    def resolve(self, name: str) -> Revision:
-        """What `alias` or `alias@revision` means now; `model_not_found` otherwise."""
-        return self._catalog.resolve(name)
+    def resolve(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
+        """What `alias` or `alias@revision` means to a tenant now; `model_not_found` otherwise."""
+        return self._catalog.resolve(name, tenant)
 
-    def current(self, alias: str) -> Revision:
-        """Current revision of an alias; `adapter_not_found` otherwise."""
-        return self._catalog.current(alias)
+    def find(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> Revision | None:
+        """Current revision of what a tenant means by `alias`, or None."""
+        return self._catalog.find(alias, tenant)
+
+    def visible(self, tenant: str = DEFAULT_NAMESPACE) -> list[Revision]:
+        """What a tenant may use and list, by alias."""
+        return self._catalog.visible(tenant)
 
     @contextmanager
-    def bind(self, name: str) -> Iterator[Revision]:
+    def bind(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Iterator[Revision]:
         """Resolve once and hold: the revision stays registered with the engine until the context ends."""
-        revision = self._catalog.resolve(name)
+        revision = self._catalog.resolve(name, tenant)
         self._bound[revision.key] += 1
         try:
             yield revision
@@ -115,38 +113,89 @@ class AdapterService:
                 if revision.key in self._retiring:
                     self._retiring[revision.key][1].set()
 
-    async def add(self, alias: str, source: str) -> Revision:
-        """Publish the first revision of a new alias; `adapter_exists` when it has one."""
-        self._catalog.check_new(alias)
+    async def add(self, alias: str, source: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
+        """Publish the first revision of a new alias; `adapter_exists` when it has one. tenant: whose namespace."""
+        self._catalog.check_new(alias, tenant)
         async with self._prepared(source) as prepared, self._change:
-            self._catalog.check_new(alias)
+            self._catalog.check_new(alias, tenant)
             await self._register(prepared)
-            return self._catalog.add(alias, source, prepared)
+            return self._catalog.add(alias, source, prepared, tenant)
 
-    async def swap(self, alias: str, source: str, expected: int | None = None) -> Revision:
-        """Publish a new revision of an alias. expected: the revision to replace; another one is a conflict."""
-        self._check_expected(alias, expected)
+    async def swap(
+        self,
+        alias: str,
+        source: str,
+        expected: int | None = None,
+        tenant: str = DEFAULT_NAMESPACE,
+        *,
+        drain: bool = False,
+    ) -> Revision:
+        """Publish a new revision of an alias. expected: the revision to replace; another one is a conflict.
+
+        The new one is on the device before the alias moves, if the old one is; `pool_exhausted` where there is no room
+        for both. drain: move the alias at once, and load the new one into what the old one leaves.
+        """
+        self._catalog.check_swap(alias, expected, tenant)
         async with self._prepared(source) as prepared, self._change:
-            return await self._swap(alias, source, prepared, expected)
+            return await self._swap(alias, source, prepared, expected, tenant, drain=drain)
 
-    async def put(self, alias: str, source: str, expected: int | None = None) -> Revision:
+    async def put(
+        self,
+        alias: str,
+        source: str,
+        expected: int | None = None,
+        tenant: str = DEFAULT_NAMESPACE,
+        *,
+        drain: bool = False,
+    ) -> Revision:
         """`add` a new alias, `swap` a known one; with `expected`, only a known one."""
-        if self._catalog.get(alias) is None and expected is None:
-            self._catalog.check_new(alias)
+        if self._catalog.get(alias, tenant) is None and expected is None:
+            self._catalog.check_new(alias, tenant)
         else:
-            self._check_expected(alias, expected)
+            self._catalog.check_swap(alias, expected, tenant)
         async with self._prepared(source) as prepared, self._change:
-            if self._catalog.get(alias) is not None or expected is not None:
-                return await self._swap(alias, source, prepared, expected)
+            if self._catalog.get(alias, tenant) is not None or expected is not None:
+                return await self._swap(alias, source, prepared, expected, tenant, drain=drain)
             await self._register(prepared)
-            return self._catalog.add(alias, source, prepared)
+            return self._catalog.add(alias, source, prepared, tenant)
 
-    async def remove(self, alias: str) -> Revision:
+    async def remove(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
         """Take an alias away. It is unknown at once; its adapter leaves the engine when nothing uses it any more."""
         async with self._change:
-            revision = self._catalog.remove(alias)
+            revision = self._catalog.remove(alias, tenant)
+            await self.controls.unpin((tenant, alias))
             self._retire_later(revision)
             return revision
+
+    async def pin(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
+        """Keep an alias on the device, whatever it stands for; `pool_exhausted` where pins leave too little."""
+        async with self._change:
+            await self.controls.pin((tenant, alias), self._catalog.current(alias, tenant).key)
+
+    async def unpin(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
+        """Let an alias be evicted again."""
+        async with self._change:
+            self._catalog.current(alias, tenant)
+            await self.controls.unpin((tenant, alias))
+
+    async def prefetch(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
+        """Load an alias on speculation; `pool_exhausted` where that would take what requests will want."""
+        await self.controls.prefetch(self._catalog.current(alias, tenant).key)
+
+    async def revoke(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> list[Revision]:
+        """Take away every name of what an alias stands for, and end its requests; it is never registered again."""
+        async with self._change:
+            key = self._catalog.current(alias, tenant).key
+            gone = [revision for revision in self._catalog if revision.key == key]
+            for revision in gone:
+                self._catalog.remove(revision.alias, revision.namespace)
+                self._unnamed[revision.prepared.register.kernel_digest] = key
+            self._registered.discard(key)
+            try:
+                await self.controls.revoke(key)
+            finally:
+                self._reclaim_unnamed()
+            return gone
 
     async def restore(self) -> dict[str, LoraplexError]:
         """Register everything with a restarted engine. Returns what could not be, by alias."""
@@ -158,17 +207,18 @@ class AdapterService:
                     await self._register(revision.prepared)
                 except LoraplexError as error:
                     failed[revision.alias] = error
+            await self.controls.restore()
         return failed
 
-    async def describe(self, alias: str) -> dict[str, Any]:
-        """One adapter with the engine's view of it (DESIGN 5)."""
-        revision = self._catalog.current(alias)
+    async def describe(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> dict[str, Any]:
+        """One adapter of a tenant's own with the engine's view of it (DESIGN 5)."""
+        revision = self._catalog.current(alias, tenant)
         return revision.describe(await self._engine.call(Inspect(0)))
 
-    async def describe_all(self) -> list[dict[str, Any]]:
-        """Every adapter, by alias."""
+    async def describe_all(self, tenant: str = DEFAULT_NAMESPACE) -> list[dict[str, Any]]:
+        """Every adapter that a tenant may list, by alias."""
         figures = await self._engine.call(Inspect(0))
-        return [revision.describe(figures) for revision in sorted(self._catalog, key=lambda r: r.alias)]
+        return [revision.describe(figures) for revision in self.visible(tenant)]
 
     async def settled(self) -> None:
         """Wait until nothing is on its way out of the engine."""
@@ -182,23 +232,35 @@ class AdapterService:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _check_expected(self, alias: str, expected: int | None) -> None:
-        current = self._catalog.current(alias)
-        if expected is not None and current.revision != expected:
-            raise CallerError(
-                ErrorCode.ADAPTER_REVISION_CONFLICT,
-                f"adapter {alias!r} is at revision {current.revision}, the swap expected {expected}",
-                param="expected_revision",
-            )
-
     async def _swap(
-        self, alias: str, source: str, prepared: PreparedAdapter, expected: int | None
+        self,
+        alias: str,
+        source: str,
+        prepared: PreparedAdapter,
+        expected: int | None,
+        tenant: str,
+        *,
+        drain: bool,
     ) -> Revision:
-        self._check_expected(alias, expected)
+        self._catalog.check_swap(alias, expected, tenant)
+        key = prepared.identity.semantic
         await self._register(prepared)
-        old, new = self._catalog.swap(alias, source, prepared, expected)
+        try:
+            current = self._catalog.current(alias, tenant).key
+            async with self.controls.swapping((tenant, alias), current, key, drain=drain):
+                old, new = self._catalog.swap(alias, source, prepared, expected, tenant)
+        except LoraplexError:
+            await self._unregister(key)
+            raise
         self._retire_later(old)
         return new
+
+    async def _unregister(self, key: str) -> None:
+        """After a publication that failed: the engine forgets what no name stands for."""
+        if key in self._registered and not self._catalog.shares(key) and not self._bound[key]:
+            self._registered.discard(key)
+            with suppress(LoraplexError):  # an engine that is gone has forgotten it
+                await self._engine.call(RemoveAdapter(0, key))
 
     @asynccontextmanager
     async def _prepared(self, source: str) -> AsyncIterator[PreparedAdapter]:
@@ -225,6 +287,7 @@ class AdapterService:
 
     async def _register(self, prepared: PreparedAdapter) -> None:
         key = prepared.identity.semantic
+        self.controls.require_not_revoked(key)
         if key not in self._registered:
             await self._engine.call(prepared.register)
             self._registered.add(key)

@@ -19,6 +19,7 @@ from loraplex.core.ports import Backend, Clock, EventSink, Loader, Mailbox
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.step import Engine
 from loraplex.runtime.base import BaseModel, describe_base, read_config
+from loraplex.runtime.grammars import load_grammars
 from loraplex.runtime.images import ImageStore
 from loraplex.runtime.loader import InlineLoader, LoaderProcess, host_folder
 from loraplex.runtime.text import load_tokenizer
@@ -70,9 +71,11 @@ def build_engine(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: E
         notes += said
         backend, close = make_backend(config, base, sizes)
         held.callback(close)
-        engine = Engine(sizes, backend, mailbox, clock, events, loader)
+        ends = eos_ids(Path(config.model))
+        grammars = load_grammars(Path(config.model), base.spec.vocab_size, ends)
+        engine = Engine(sizes, backend, mailbox, clock, events, grammars=grammars, loader=loader)
         let_go = held.pop_all().close
-    return BuiltEngine(engine, base, sizes, name, eos_ids(Path(config.model)), notes, let_go)
+    return BuiltEngine(engine, base, sizes, name, ends, notes, let_go)
 
 
 def make_loader(

@@ -5,17 +5,22 @@ Specification: DESIGN 5 "HTTP".
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Final
 from urllib.parse import unquote
 
 from loraplex.catalog.memory import Revision
-from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.messages import Inspect
 from loraplex.runtime.adapters import local_source
 from loraplex.server.metrics import CONTENT_TYPE
 from loraplex.server.routing import Call
-from loraplex.server.wire import LoadLoraAdapter, PutAdapter, UnloadLoraAdapter, decode
+from loraplex.server.wire import LoadLoraAdapter, PutAdapter, PutLimits, UnloadLoraAdapter, decode
 
+INSPECT_S = 2.0
+"""How long `/metrics` waits for the engine: less than a scraper does."""
+GIB: Final = 1 << 30
 ACTIONS = ("pin", "unpin", "prefetch", "revoke")
 
 
@@ -33,18 +38,32 @@ async def ready(call: Call) -> None:
 async def metrics(call: Call) -> None:
     """Prometheus exposition."""
     service = call.service
-    figures = await service.client.call(Inspect(0)) if service.ready else None
+    figures = await _figures_soon(call) if service.ready else None
     await call.exchange.respond(200, call.site.metrics.render(service.ready, figures), CONTENT_TYPE)
 
 
+async def _figures_soon(call: Call) -> dict[str, Any] | None:
+    """The engine's figures, or None when it does not answer soon: whoever scrapes must hear of an engine that hangs."""
+    try:
+        async with asyncio.timeout(INSPECT_S):
+            return await call.service.client.call(Inspect(0))
+    except (TimeoutError, LoraplexError):
+        return None
+
+
 async def residency(call: Call) -> None:
-    """The engine's figures: pages, requests, and where each adapter is, with the names that stand for it."""
+    """The engine's figures: pages, requests, and where each adapter is that the caller may list, with its names."""
     call.service.require_ready()
     figures = await call.service.client.call(Inspect(0))
     names: dict[str, list[str]] = {}
-    for revision in call.service.adapters:
+    for revision in call.service.adapters.visible(call.caller.tenant):
         names.setdefault(revision.key, []).append(revision.name)
-    adapters = [{**entry, "names": sorted(names.get(entry["key"], ()))} for entry in figures["adapters"]]
+    everything = call.caller.operator
+    adapters = [
+        {**entry, "names": sorted(names.get(entry["key"], ()))}
+        for entry in figures["adapters"]
+        if everything or entry["key"] in names
+    ]
     await call.exchange.answer(
         {**figures, "adapters": adapters, "catalog_generation": call.service.adapters.generation}
     )
@@ -63,8 +82,8 @@ def _model(call: Call, name: str, revision: Revision | None) -> dict[str, Any]:
 
 
 async def list_models(call: Call) -> None:
-    """The base, then every alias."""
-    revisions = sorted(call.service.adapters, key=lambda revision: revision.alias)
+    """The base, then every alias that the caller may use."""
+    revisions = call.service.adapters.visible(call.caller.tenant)
     models = [_model(call, call.service.base_name, None)]
     models += [_model(call, revision.alias, revision) for revision in revisions]
     await call.exchange.answer({"object": "list", "data": models})
@@ -73,22 +92,44 @@ async def list_models(call: Call) -> None:
 async def get_model(call: Call) -> None:
     """One model by base name, alias or alias@revision."""
     name = unquote(call.rest)
-    revision = None if name == call.service.base_name else call.service.adapters.resolve(name)
+    revision = (
+        None if name == call.service.base_name else call.service.adapters.resolve(name, call.caller.tenant)
+    )
     await call.exchange.answer(_model(call, name, revision))
 
 
 async def list_adapters(call: Call) -> None:
-    """Every adapter."""
+    """Every adapter that the caller may list."""
     call.service.require_ready()
-    await call.exchange.answer({"object": "list", "data": await call.service.adapters.describe_all()})
+    listed = await call.service.adapters.describe_all(call.caller.tenant)
+    await call.exchange.answer({"object": "list", "data": listed})
+
+
+def _found(call: Call, alias: str) -> Revision:
+    """What the caller means by an alias; one that it may not list does not exist for it."""
+    revision = call.service.adapters.find(alias, call.caller.tenant)
+    if revision is None:
+        raise CallerError(ErrorCode.ADAPTER_NOT_FOUND, f"adapter {alias!r} is not registered", param="alias")
+    return revision
+
+
+def _owned(call: Call, alias: str) -> str:
+    """The alias, if the caller may change it. Others' do not exist for it; the operator's it may only use."""
+    call.caller.require_admin()
+    if _found(call, alias).namespace != call.caller.tenant:
+        raise CallerError(
+            ErrorCode.FORBIDDEN,
+            f"adapter {alias!r} is the operator's; it can be used, not changed",
+            param="alias",
+        )
+    return alias
 
 
 async def get_adapter(call: Call) -> None:
     """One adapter."""
-    alias = unquote(call.rest)
-    call.service.adapters.current(alias)
+    revision = _found(call, unquote(call.rest))
     call.service.require_ready()
-    await call.exchange.answer(await call.service.adapters.describe(alias))
+    await call.exchange.answer(await call.service.adapters.describe(revision.alias, revision.namespace))
 
 
 async def put_adapter(call: Call) -> None:
@@ -97,30 +138,82 @@ async def put_adapter(call: Call) -> None:
     request = decode(await call.exchange.body(), PutAdapter)
     call.service.require_ready()
     source = local_source(request.source, call.service.config.adapter_dirs)
-    adapters, alias = call.service.adapters, unquote(call.rest)
-    revision = await adapters.put(alias, source, request.expected_revision)
+    adapters, alias, tenant = call.service.adapters, unquote(call.rest), call.caller.tenant
+    revision = await adapters.put(
+        alias, source, request.expected_revision, tenant=tenant, drain=request.drain
+    )
     call.exchange.facts["model"] = revision.name
-    await call.exchange.answer(await adapters.describe(alias), 201 if revision.revision == 1 else 200)
+    await call.exchange.answer(await adapters.describe(alias, tenant), 201 if revision.revision == 1 else 200)
 
 
 async def delete_adapter(call: Call) -> None:
     """Take an alias away."""
-    call.caller.require_admin()
+    alias = _owned(call, unquote(call.rest))
     call.service.require_ready()
-    revision = await call.service.adapters.remove(unquote(call.rest))
+    revision = await call.service.adapters.remove(alias, tenant=call.caller.tenant)
     await call.exchange.answer({"alias": revision.alias, "revision": revision.revision, "deleted": True})
 
 
 async def adapter_action(call: Call) -> None:
-    """pin, unpin, prefetch, revoke: known by name, not carried out yet."""
+    """pin, unpin, prefetch, revoke."""
     call.caller.require_admin()
-    alias, _, action = call.rest.rpartition("/")
-    if action not in ACTIONS or not alias:
+    quoted, _, action = call.rest.rpartition("/")
+    if action not in ACTIONS or not quoted:
         raise CallerError(ErrorCode.NOT_FOUND, f"{call.exchange.path} is not served")
-    call.service.adapters.current(unquote(alias))
-    raise CallerError(
-        ErrorCode.UNSUPPORTED_OPTION, f"{action} is not supported by this server yet", param=action
+    alias, tenant = _owned(call, unquote(quoted)), call.caller.tenant
+    call.service.require_ready()
+    adapters = call.service.adapters
+    match action:
+        case "pin":
+            await adapters.pin(alias, tenant)
+        case "unpin":
+            await adapters.unpin(alias, tenant)
+        case "prefetch":
+            await adapters.prefetch(alias, tenant)
+        case _:
+            gone = await adapters.revoke(alias, tenant)
+            names = sorted(revision.name for revision in gone)
+            await call.exchange.answer({"alias": alias, "revoked": names})
+            return
+    await call.exchange.answer(await adapters.describe(alias, tenant))
+
+
+def _limits(call: Call, limits: Mapping[str, int], pages: Mapping[str, int]) -> dict[str, Any]:
+    total = pages["total"]
+    return {
+        "pool_share": limits["adapter_pages"] / total,
+        "adapter_pages": limits["adapter_pages"],
+        "pool_pages": total,
+        "resident_adapters": limits["resident_adapters"],
+        "host_bytes": limits["host_bytes"],
+        "over": {
+            name: limits[f"{name}_over"] for name in ("adapter_pages", "resident_adapters", "host_bytes")
+        },
+    }
+
+
+async def get_limits(call: Call) -> None:
+    """What adapters may take, and what is above a lowered limit still."""
+    call.service.require_ready()
+    figures = await call.service.client.call(Inspect(0))
+    await call.exchange.answer(_limits(call, figures["limits"], figures["pages"]))
+
+
+async def put_limits(call: Call) -> None:
+    """Change what adapters may take, while serving."""
+    if not call.caller.operator:
+        raise CallerError(
+            ErrorCode.FORBIDDEN, "limits are the operator's: an admin key of the tenant 'default'"
+        )
+    request = decode(await call.exchange.body(), PutLimits)
+    call.service.require_ready()
+    pages = (await call.service.client.call(Inspect(0)))["pages"]
+    limits = await call.service.adapters.controls.set_limits(
+        None if request.pool_share is None else int(request.pool_share * pages["total"]),
+        request.resident_adapters,
+        None if request.host_gb is None else int(request.host_gb * GIB),
     )
+    await call.exchange.answer(_limits(call, limits, pages))
 
 
 async def load_lora_adapter(call: Call) -> None:
@@ -129,7 +222,7 @@ async def load_lora_adapter(call: Call) -> None:
     request = decode(await call.exchange.body(), LoadLoraAdapter)
     call.service.require_ready()
     source = local_source(request.lora_path, call.service.config.adapter_dirs)
-    revision = await call.service.adapters.add(request.lora_name, source)
+    revision = await call.service.adapters.add(request.lora_name, source, tenant=call.caller.tenant)
     call.exchange.facts["model"] = revision.name
     await _success(call, f"Success: LoRA adapter '{revision.alias}' added successfully.")
 
@@ -139,7 +232,8 @@ async def unload_lora_adapter(call: Call) -> None:
     call.caller.require_admin()
     request = decode(await call.exchange.body(), UnloadLoraAdapter)
     call.service.require_ready()
-    revision = await call.service.adapters.remove(request.lora_name)
+    alias = _owned(call, request.lora_name)
+    revision = await call.service.adapters.remove(alias, tenant=call.caller.tenant)
     await _success(call, f"Success: LoRA adapter '{revision.alias}' removed successfully.")
 
 

@@ -26,7 +26,7 @@ from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.packed import I32
 from loraplex.core.plan import COPY_DIGEST_WORDS, BatchPlan, StepResult
 from loraplex.core.plan_check import PlanBounds, check_plan
-from loraplex.sim.tokens import adapter_number, fingerprint_rows, position_weights, sampled
+from loraplex.sim.tokens import adapter_number, fingerprint_rows, next_allowed, position_weights, sampled
 from loraplex.sim.world import VirtualClock
 
 POISON: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
@@ -368,4 +368,7 @@ class VirtualDevice:
         if (history == POISON).any():
             raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a history has a free page")
         sums = np.add.reduceat(history * self._weights[every], stops - ends)
-        return sampled(sums[plan.samples[:, 1]], self.bounds.vocab_size)
+        drawn = sampled(sums[plan.samples[:, 1]], self.bounds.vocab_size)
+        for sample, words in zip(plan.mask_samples.tolist(), plan.masks, strict=True):
+            drawn[sample] = next_allowed(int(drawn[sample]), words)
+        return drawn

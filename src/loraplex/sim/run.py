@@ -84,7 +84,7 @@ class _Replica:
         self.device.on_result = self._on_result
         self._world = world
         self.loader = VirtualLoader(world.clock, world.injector, setup.fetch_ns)
-        self.engine = Engine(setup.limits, self.device, world.clients, world.clock, self, self.loader)
+        self.engine = Engine(setup.limits, self.device, world.clients, world.clock, self, loader=self.loader)
         self.checkers = Checkers(setup, world.clients, self.engine.state)
 
     def emit(self, event: Event) -> None:

@@ -68,3 +68,9 @@ def expected_tokens(prompt: I32, adapter: int, count: int, vocab_size: int) -> l
         row = _mix_one((token * _GOLDEN + position * _SPREAD + adapter) & _WORD)
         total = (total + row * (_mix_one(((position + 1) * _GOLDEN) & _WORD) | 1)) & _WORD
     return out
+
+
+def next_allowed(token: int, words: I32) -> int:
+    """The first token from `token` on, around the vocabulary, that a mask allows."""
+    allowed = np.flatnonzero(np.unpackbits(words.astype("<i4").view(np.uint8), bitorder="little"))
+    return int(allowed[np.searchsorted(allowed, token) % allowed.size])
