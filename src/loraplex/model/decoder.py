@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from loraplex.core.ids import Module
 from loraplex.model.attention.interface import AttentionBatch
+from loraplex.model.fused import FusedOps, TorchFused
 from loraplex.model.linear import Linear
 from loraplex.model.rope import RopeTable, rotate_
 from loraplex.model.spec import DecoderSpec
@@ -21,14 +22,22 @@ from loraplex.ops.interface import AdapterOps, RowSet
 
 _QKV = (Module.Q, Module.K, Module.V)
 _GATE_UP = (Module.GATE, Module.UP)
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class Decoder:
-    """Weights and specification of one base model, ready to run steps. positions: longest context served."""
+    """Weights and specification of one base model, ready to run steps.
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, positions: int) -> None:
+    positions: longest context served. fused: operators between the GEMMs, plain torch when left out.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, weights: DecoderWeights, positions: int, fused: FusedOps | None = None
+    ) -> None:
         self.spec = spec
         self.weights = weights
+        self.positions = positions
+        self.fused = fused or TorchFused()
         self._rope = RopeTable(spec.rope, spec.head_dim, positions, weights.dtype, weights.device)
 
     @torch.inference_mode()
@@ -38,34 +47,53 @@ class Decoder:
         positions: torch.Tensor,
         attention: AttentionBatch,
         adapters: AdapterOps,
-        logit_rows: torch.Tensor,
+        logit_rows: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits of the rows asked for.
 
-        tokens, positions: int64 [T]; logit_rows: int64 [L], rows whose logits are wanted. Returns float32 [L, vocab].
+        tokens, positions: integers [T]; logit_rows: [L], rows whose logits are wanted, None for all. Returns
+        [L, vocab] of the weights' type, in `out` where it is given.
         """
-        hidden = F.embedding(tokens, self.weights.embed)
+        if logit_rows is not None and logit_rows.numel() == 0:
+            self._layers(tokens, positions, attention, adapters)
+            return torch.empty((0, self.spec.vocab_size), dtype=self.weights.dtype, device=tokens.device)
+        x, residual = self._layers(tokens, positions, attention, adapters)
+        if logit_rows is not None:
+            x, residual = x[logit_rows], residual[logit_rows]
+        x = self.fused.add_norm(x, residual, self.weights.final_norm, self.spec.rms_eps)
         if adapters.active:
-            adapters.embed(hidden, tokens)
-        cos, sin = self._rope.gather(positions)
-        for index, layer in enumerate(self.weights.layers):
-            x = self._norm(hidden, layer.input_norm)
-            hidden += self._attend(index, layer, x, cos, sin, attention, adapters)
-            x = self._norm(hidden, layer.post_norm)
-            hidden += self._feed_forward(index, layer, x, adapters)
-        return self._logits(hidden, adapters, logit_rows)
+            adapters.ahead(x, 0, (Module.LM_HEAD,), RowSet.LOGIT)
+        y = self.weights.lm_head(x, out)
+        if adapters.active:
+            adapters.apply(y, x, 0, (Module.LM_HEAD,), RowSet.LOGIT)
+        return y
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMS norm over the hidden dimension, accumulated in float32."""
-        return F.rms_norm(x, weight.shape, weight, self.spec.rms_eps)
+    def _layers(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, adapters: AdapterOps
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last layer's output and the residual stream before it is added, both [T, hidden]."""
+        residual = F.embedding(tokens, self.weights.embed)
+        if adapters.active:
+            adapters.embed(residual, tokens)
+        rotation = None if attention.rotates else self._rope.gather(positions)
+        eps, x = self.spec.rms_eps, residual
+        for index, layer in enumerate(self.weights.layers):
+            if index == 0:
+                x = self.fused.norm(residual, layer.input_norm, eps)
+            else:
+                x = self.fused.add_norm(x, residual, layer.input_norm, eps)
+            x = self._attend(index, layer, x, rotation, attention, adapters)
+            x = self.fused.add_norm(x, residual, layer.post_norm, eps)
+            x = self._feed_forward(index, layer, x, adapters)
+        return x, residual
 
     def _attend(
         self,
         index: int,
         layer: LayerWeights,
         x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        rotation: Rotation | None,
         attention: AttentionBatch,
         adapters: AdapterOps,
     ) -> torch.Tensor:
@@ -76,7 +104,8 @@ class Decoder:
         qk = heads[:, : spec.heads + spec.kv_heads]
         if layer.qk_norm is not None:
             qk.copy_(F.rms_norm(qk, (spec.head_dim,), None, spec.rms_eps).mul_(layer.qk_norm))
-        rotate_(qk, cos, sin)
+        if rotation is not None:
+            rotate_(qk, *rotation)
         out = attention.run(
             index, qk[:, : spec.heads], qk[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :]
         )
@@ -88,17 +117,8 @@ class Decoder:
     ) -> torch.Tensor:
         inner = self.spec.intermediate_size
         both = _project(x, layer.gate_up, index, _GATE_UP, (inner, inner), adapters)
-        active = F.silu(both[:, :inner]).mul_(both[:, inner:])
+        active = self.fused.silu_mul(both)
         return _project(active, layer.down, index, (Module.DOWN,), (self.spec.hidden_size,), adapters)
-
-    def _logits(self, hidden: torch.Tensor, adapters: AdapterOps, logit_rows: torch.Tensor) -> torch.Tensor:
-        if logit_rows.numel() == 0:
-            return torch.empty((0, self.spec.vocab_size), dtype=torch.float32, device=hidden.device)
-        x = self._norm(hidden[logit_rows], self.weights.final_norm)
-        y = self.weights.lm_head(x)
-        if adapters.active:
-            adapters.apply(y, x, 0, (Module.LM_HEAD,), RowSet.LOGIT)
-        return y.float()
 
 
 def _project(
@@ -115,6 +135,7 @@ def _project(
     """
     if not adapters.active:
         return projection(x)
+    adapters.ahead(x, layer, modules)
     inputs = [adapters.scale_input(x, layer, module) for module in modules] if adapters.scales_input else [x]
     if len(inputs) == 1:
         y = projection(inputs[0])

@@ -79,6 +79,11 @@ class Sampler:
         self._compiled = CompiledSampling.find(device) if compiled else None
         self.counts = TokenCounts(max_requests, vocab_size, device, self._compiled)
 
+    @property
+    def sampled(self) -> int:
+        """Ids below this may be drawn."""
+        return self._sampled
+
     def open(self, opens: I32, open_bias: I32, open_history: I32) -> None:
         """Start request slots over, from the plan's arrays of these names (columns `OPEN_COLUMNS`)."""
         if opens.size == 0:
@@ -118,6 +123,12 @@ class Sampler:
             else:
                 self.counts.close(slot)
 
+    def takes_best(self, slots: I32) -> bool:
+        """Whether every one of these request slots takes the highest raw logit below `sampled_vocab`."""
+        return not (
+            (self._values["temperature"][slots] != 0.0) | self._penalised[slots] | self._has_bias[slots]
+        ).any()
+
     def sample(self, logits: torch.Tensor, logit_index: I32, slots: I32, positions: I32) -> torch.Tensor:
         """One token for each sample, int64 [S] on the device; counts move on.
 
@@ -152,7 +163,7 @@ class Sampler:
     def top_logprobs(
         self, logits: torch.Tensor, logit_index: I32, chosen: torch.Tensor, top: I32
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log probabilities of raw logits: ids int64 and values float32, both [n, 1 + max(top)].
+        """Log probabilities of raw logits (of any floating type): ids int64 and values float32, both [n, 1 + max(top)].
 
         chosen: int64 [n] on the device, first in each row; then the `top[i]` best ids below `sampled_vocab`, ties to
         the lowest id. Entries of row i after 1 + top[i] mean nothing. top: int32 [n] on the host, each >= 0.
@@ -163,7 +174,7 @@ class Sampler:
         index = self._ids(logit_index)
         for lo in range(0, logit_index.size, _LOGPROB_ROWS):
             part = slice(lo, lo + _LOGPROB_ROWS)
-            rows = logits.index_select(0, index[part])
+            rows = logits.index_select(0, index[part]).float()
             ids[part, 0] = chosen[part]
             if width and self._compiled is not None:
                 ids[part, 1:] = self._compiled.best(rows, self._sampled, width)

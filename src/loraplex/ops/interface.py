@@ -61,6 +61,12 @@ class AdapterOps(Protocol):
         """
         ...
 
+    def ahead(
+        self, x: torch.Tensor, layer: int, modules: tuple[Module, ...], rows: RowSet = RowSet.ALL
+    ) -> None:
+        """Called with `apply`'s arguments before the dense projection, so that work may run beside it; x is final."""
+        ...
+
     def apply(
         self,
         y: torch.Tensor,
@@ -94,6 +100,11 @@ class NoAdapters:
     def scale_input(self, x: torch.Tensor, layer: int, module: Module) -> torch.Tensor:
         """x itself."""
         return x
+
+    def ahead(
+        self, x: torch.Tensor, layer: int, modules: tuple[Module, ...], rows: RowSet = RowSet.ALL
+    ) -> None:
+        """Nothing to start."""
 
     def apply(
         self,

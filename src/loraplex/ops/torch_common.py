@@ -133,6 +133,11 @@ class TorchOps:
             out[rows] = (x[rows].float() * h).to(x.dtype)
         return out
 
+    def ahead(
+        self, x: torch.Tensor, layer: int, modules: tuple[Module, ...], rows: RowSet = RowSet.ALL
+    ) -> None:
+        """Nothing runs beside the dense projection here."""
+
     def apply(
         self,
         y: torch.Tensor,

@@ -227,7 +227,8 @@ class LoraStep:
 
     def prepare(self, work: WorkList) -> None:
         """`send` and `fill` for a step that is not captured."""
-        self.send(torch.from_numpy(work.packed))
+        packed = torch.from_numpy(work.packed)
+        self.send(packed if self.interpreted else packed.pin_memory())
         self.fill()
 
     def shrink(self, x: torch.Tensor, layer: int, group: int) -> None:

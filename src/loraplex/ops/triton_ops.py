@@ -9,21 +9,40 @@ Specification: 0x02H, 0x06E; DESIGN 4 "Operators".
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from loraplex.core.errors import InternalFault
 from loraplex.core.ids import Module
+from loraplex.core.layout import Factor
 from loraplex.core.plan import BatchPlan
 from loraplex.ops import worklist
 from loraplex.ops.factor_table import FactorTable
 from loraplex.ops.interface import RowSet
 from loraplex.ops.segmented import SegmentedOps
-from loraplex.ops.table import AdapterTable
+from loraplex.ops.table import AdapterTable, ResidentAdapter
 from loraplex.ops.torch_common import check_operands
 from loraplex.ops.triton_lora import LoraStep, Tuning, group_index, shrink_expand
-from loraplex.ops.worklist import Phase
+from loraplex.ops.worklist import GROUPS, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What adapters need. groups: fused groups with any adapted module. rest: whether they need anything that the work
+    lists do not serve: head, embedding or input vectors."""
+
+    groups: frozenset[int]
+    rest: bool
+
+    @staticmethod
+    def of(adapter: ResidentAdapter) -> Traits:
+        """Traits of one published adapter."""
+        present = (adapter.index >= 0).any(axis=0)
+        groups = frozenset(index for index, (lo, hi) in enumerate(GROUPS) if present[lo:hi].any())
+        outside = bool(present[Module.LM_HEAD] or present[Module.EMBED])
+        return Traits(groups, outside or adapter.has(Factor.H))
 
 
 class TritonState:
@@ -44,6 +63,8 @@ class TritonState:
         self.steps: dict[Phase, LoraStep] = {}
         self._key: tuple[object, ...] = ()
         self._active: tuple[Phase, ...] = ()
+        self._traits: dict[int, tuple[int, Traits]] = {}
+        self.traits = Traits(frozenset(), False)
         self._rows = {Phase.DECODE: 0, Phase.PREFILL: 0}
         self.reserve(Phase.DECODE, decode_rows)
         self.reserve(Phase.PREFILL, prefill_rows)
@@ -84,8 +105,22 @@ class TritonState:
                 )
             )
             active.append(phase)
+        self.traits = self._traits_of(plan.group_adapters.tolist())
         self._key, self._active = key, tuple(active)
         return self._active
+
+    def _traits_of(self, slots: list[int]) -> Traits:
+        """Traits of all these adapters together."""
+        groups: set[int] = set()
+        rest = False
+        for slot in slots:
+            generation = int(self.table.published[slot])
+            known = self._traits.get(slot)
+            if known is None or known[0] != generation:
+                known = self._traits[slot] = (generation, Traits.of(self.table.adapter(slot)))
+            groups |= known[1].groups
+            rest = rest or known[1].rest
+        return Traits(frozenset(groups), rest)
 
     def apply(
         self, y: torch.Tensor, x: torch.Tensor, layer: int, group: int, phases: tuple[Phase, ...]
