@@ -72,7 +72,7 @@ class Driver:
 
     def __init__(
         self, model: Decoder, page_tokens: int = 4, slots: int = SLOTS, pages: int = 0,
-        executor: Callable[[KvShape, PlanBounds], MakeExecutor] | None = None,
+        executor: Callable[[KvShape, PlanBounds], MakeExecutor] | None = None, stream: Any = None,
     ) -> None:  # fmt: skip
         self.kv = model.spec.kv_shape(model.weights.dtype.itemsize, page_tokens)
         entries = self.kv.pages_for(MODEL_LEN)
@@ -80,7 +80,7 @@ class Driver:
         self.images = Images()
         pool = allocate_pool(self.bounds.num_pages, self.kv.page_bytes, model.weights.device, poison=True)
         made = None if executor is None else executor(self.kv, self.bounds)
-        self.runner = ModelRunner(model, self.kv, self.bounds, self.images, pool=pool, executor=made)
+        self.runner = ModelRunner(model, self.kv, self.bounds, self.images, pool=pool, executor=made, stream=stream)
         self.free = np.random.default_rng(1).permutation(self.bounds.num_pages - 1).astype(np.int32) + 1
         self.generation = 0
         self.tables: dict[int, list[int]] = {}

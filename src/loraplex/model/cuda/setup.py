@@ -89,8 +89,8 @@ class CudaParts:
         spec = decoder.spec
         self._angles = angle_table(spec.rope, spec.head_dim, decoder.positions, decoder.weights.device)
 
-    def executor(self, bounds: PlanBounds) -> MakeExecutor:
-        """What makes the executor of a runner under `bounds`."""
+    def executor(self, bounds: PlanBounds, buckets: tuple[int, ...] | None = None) -> MakeExecutor:
+        """What makes the executor of a runner under `bounds`. buckets: decode buckets, None for `bucket_sizes`."""
 
         def make(decoder: Decoder, table: AdapterTable, sampler: Sampler) -> CudaExecutor:
             inputs = StepInputs(bounds, self.rows, self.kv.page_tokens, table.pool.device)
@@ -100,7 +100,7 @@ class CudaParts:
             table.kernel_state = state
             side = torch.cuda.Stream() if self.captured else None
             graphs = DecodeGraphs(
-                decoder, inputs, attention, head, state, bucket_sizes(bounds.max_requests),
+                decoder, inputs, attention, head, state, buckets or bucket_sizes(bounds.max_requests),
                 captured=self.captured, side=side,
             )  # fmt: skip
             return CudaExecutor(decoder, table, sampler, inputs, attention, head, graphs)
