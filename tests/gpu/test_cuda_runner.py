@@ -76,12 +76,13 @@ def test_tokens_follow_float32_on_the_cpu(page_tokens: int, captured: bool) -> N
     follow(pair, [(3, 0)], requests)
 
 
-@pytest.mark.parametrize("head_dim", [128])
-def test_long_chunks_run_on_fa3(head_dim: int) -> None:
-    pair = drivers(head_dim=head_dim, num_attention_heads=2, num_key_value_heads=1)
-    requests = pairs([60])
-    follow(pair, [(0, 60)], requests)
-    follow(pair, [(0, 0)], requests)
+def test_chunks_on_fa3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loraplex.model.cuda.flashinfer_attention.FA3_ROWS", 1)
+    pair = drivers(head_dim=128, num_attention_heads=2, num_key_value_heads=1)
+    requests = pairs([50, 20])
+    follow(pair, [(0, 50)], requests)
+    follow(pair, [(1, 20), (0, 0)], requests)
+    follow(pair, [(1, 0), (0, 0)], requests)
 
 
 def test_references_stay_on_the_device() -> None:

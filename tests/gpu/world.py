@@ -83,6 +83,7 @@ def cuda_executor(captured: bool = True, rows: int = 512) -> Any:
             parts = CudaParts(decoder, kv, rows, lambda line: None, captured=captured)
             executor = parts.executor(bounds)(decoder, table, sampler)
             assert isinstance(executor, CudaExecutor)
+            torch.cuda.synchronize()  # buffers and pool were filled on another stream
             if captured:
                 with torch.cuda.stream(stream()):
                     Warmth(parts, executor, lambda line: None).capture()

@@ -94,8 +94,12 @@ class DecodeGraphs:
             self._body(size, work)  # lazily made handles and compiled kernels must not be made inside a capture
             torch.cuda.current_stream().synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
+            # Not torch.cuda.graph: it collects garbage and empties the allocator's cache for every capture.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
                 self._body(size, work)
+            finally:
+                graph.capture_end()
             self._graphs[size, work] = graph
             report(f"captured {index + 1} of {len(todo)} decode steps: {size} requests, {work.name.lower()}")
 
