@@ -55,11 +55,96 @@ class Decoder:
         tokens, positions: integers [T]; logit_rows: [L], rows whose logits are wanted, None for all. Returns
         [L, vocab] of the weights' type, in `out` where it is given.
         """
-        if logit_rows is not None and logit_rows.numel() == 0:
-            self._layers(tokens, positions, attention, adapters)
-            return torch.empty((0, self.spec.vocab_size), dtype=self.weights.dtype, device=tokens.device)
         x, residual = self._layers(tokens, positions, attention, adapters)
+        return self.head(x, residual, adapters, logit_rows, out)
+
+    def _layers(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, adapters: AdapterOps
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last layer's output and the residual stream before it is added, both [T, hidden]."""
+        spec = self.spec
+        residual = self.embed(tokens, adapters)
+        rotation = None if attention.rotates else self._rope.gather(positions)
+        x = residual
+        for index in range(spec.layers):
+            heads = self.before_attention(index, x, residual, adapters)
+            if rotation is not None:
+                rotate_(heads[:, : spec.heads + spec.kv_heads], *rotation)
+            out = attention.run(index, *self.split(heads))
+            x = self.after_attention(index, out.reshape(-1, spec.q_size), residual, adapters)
+        return x, residual
+
+    def embed(
+        self, tokens: torch.Tensor, adapters: AdapterOps, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The residual stream before the first layer, [T, hidden], in `out` where it is given."""
+        if out is None:
+            residual = F.embedding(tokens, self.weights.embed)
+        else:
+            residual = torch.index_select(self.weights.embed, 0, tokens, out=out)
+        if adapters.active:
+            adapters.embed(residual, tokens)
+        return residual
+
+    def before_attention(
+        self,
+        index: int,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        adapters: AdapterOps,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """q, k and v of a layer before rotation, [T, heads + 2 * kv_heads, head_dim].
+
+        x: the layer before's output, added to the residual stream here; anything for the first layer. out: [T, qkv].
+        """
+        spec, layer = self.spec, self.weights.layers[index]
+        if index == 0:
+            x = self.fused.norm(residual, layer.input_norm, spec.rms_eps)
+        else:
+            x = self.fused.add_norm(x, residual, layer.input_norm, spec.rms_eps)
+        sizes = (spec.q_size, spec.kv_size, spec.kv_size)
+        qkv = _project(x, layer.qkv, index, _QKV, sizes, adapters, out)
+        heads = qkv.view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        if layer.qk_norm is not None:
+            qk = heads[:, : spec.heads + spec.kv_heads]
+            qk.copy_(F.rms_norm(qk, (spec.head_dim,), None, spec.rms_eps).mul_(layer.qk_norm))
+        return heads
+
+    def split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [T, heads, head_dim], k and v [T, kv_heads, head_dim] as views of `before_attention`'s result."""
+        first, second = self.spec.heads, self.spec.heads + self.spec.kv_heads
+        return heads[:, :first], heads[:, first:second], heads[:, second:]
+
+    def after_attention(
+        self,
+        index: int,
+        attended: torch.Tensor,
+        residual: torch.Tensor,
+        adapters: AdapterOps,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The layer's output, [T, hidden], not yet added to the residual stream. attended: [T, heads * head_dim]."""
+        spec, layer = self.spec, self.weights.layers[index]
+        x = _project(attended, layer.o, index, (Module.O,), (spec.hidden_size,), adapters)
+        x = self.fused.add_norm(x, residual, layer.post_norm, spec.rms_eps)
+        inner = spec.intermediate_size
+        both = _project(x, layer.gate_up, index, _GATE_UP, (inner, inner), adapters)
+        active = self.fused.silu_mul(both)
+        return _project(active, layer.down, index, (Module.DOWN,), (spec.hidden_size,), adapters, out)
+
+    def head(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        adapters: AdapterOps,
+        logit_rows: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits [L, vocab] of `logit_rows`, None for all rows, from the last layer's output."""
         if logit_rows is not None:
+            if logit_rows.numel() == 0:
+                return torch.empty((0, self.spec.vocab_size), dtype=self.weights.dtype, device=x.device)
             x, residual = x[logit_rows], residual[logit_rows]
         x = self.fused.add_norm(x, residual, self.weights.final_norm, self.spec.rms_eps)
         if adapters.active:
@@ -69,57 +154,6 @@ class Decoder:
             adapters.apply(y, x, 0, (Module.LM_HEAD,), RowSet.LOGIT)
         return y
 
-    def _layers(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, adapters: AdapterOps
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last layer's output and the residual stream before it is added, both [T, hidden]."""
-        residual = F.embedding(tokens, self.weights.embed)
-        if adapters.active:
-            adapters.embed(residual, tokens)
-        rotation = None if attention.rotates else self._rope.gather(positions)
-        eps, x = self.spec.rms_eps, residual
-        for index, layer in enumerate(self.weights.layers):
-            if index == 0:
-                x = self.fused.norm(residual, layer.input_norm, eps)
-            else:
-                x = self.fused.add_norm(x, residual, layer.input_norm, eps)
-            x = self._attend(index, layer, x, rotation, attention, adapters)
-            x = self.fused.add_norm(x, residual, layer.post_norm, eps)
-            x = self._feed_forward(index, layer, x, adapters)
-        return x, residual
-
-    def _attend(
-        self,
-        index: int,
-        layer: LayerWeights,
-        x: torch.Tensor,
-        rotation: Rotation | None,
-        attention: AttentionBatch,
-        adapters: AdapterOps,
-    ) -> torch.Tensor:
-        spec = self.spec
-        sizes = (spec.q_size, spec.kv_size, spec.kv_size)
-        qkv = _project(x, layer.qkv, index, _QKV, sizes, adapters)
-        heads = qkv.view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
-        qk = heads[:, : spec.heads + spec.kv_heads]
-        if layer.qk_norm is not None:
-            qk.copy_(F.rms_norm(qk, (spec.head_dim,), None, spec.rms_eps).mul_(layer.qk_norm))
-        if rotation is not None:
-            rotate_(qk, *rotation)
-        out = attention.run(
-            index, qk[:, : spec.heads], qk[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :]
-        )
-        out = out.reshape(x.shape[0], spec.q_size)
-        return _project(out, layer.o, index, (Module.O,), (spec.hidden_size,), adapters)
-
-    def _feed_forward(
-        self, index: int, layer: LayerWeights, x: torch.Tensor, adapters: AdapterOps
-    ) -> torch.Tensor:
-        inner = self.spec.intermediate_size
-        both = _project(x, layer.gate_up, index, _GATE_UP, (inner, inner), adapters)
-        active = self.fused.silu_mul(both)
-        return _project(active, layer.down, index, (Module.DOWN,), (self.spec.hidden_size,), adapters)
-
 
 def _project(
     x: torch.Tensor,
@@ -128,19 +162,20 @@ def _project(
     modules: tuple[Module, ...],
     sizes: tuple[int, ...],
     adapters: AdapterOps,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = g * ((x * h) W^T + b + s (x A^T) B^T) + c for modules that share an input; one GEMM unless an h splits them.
 
-    The projection's own bias b lies inside the parentheses for every row; an adapter's c is relative to that.
+    out: where y goes, for adapters without h. The projection's own bias b lies inside the parentheses for every row; an adapter's c is relative to that.
     """
     if not adapters.active:
-        return projection(x)
+        return projection(x, out)
     adapters.ahead(x, layer, modules)
     inputs = [adapters.scale_input(x, layer, module) for module in modules] if adapters.scales_input else [x]
     if len(inputs) == 1:
-        y = projection(inputs[0])
+        y = projection(inputs[0], out)
     elif all(scaled is x for scaled in inputs):
-        y = projection(x)
+        y = projection(x, out)
     else:
         y = torch.cat([projection(h).split(sizes, dim=1)[i] for i, h in enumerate(inputs)], dim=1)
     adapters.apply(y, x, layer, modules)

@@ -39,9 +39,11 @@ class Linear:
         self.shape = tuple(weight.shape)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x [n, d_in] -> [n, d_out], contiguous; into `out` where it is given, for a plain weight without bias."""
+        """x [n, d_in] -> [n, d_out], contiguous; in `out` where it is given."""
         if out is not None:
-            return torch.mm(x, self.weight.t(), out=out)
+            if self.bias is None and self._plain is not None:
+                return torch.mm(x, self._plain.t(), out=out)
+            return out.copy_(self(x))
         if self._plain is not None:
             return F.linear(x, self._plain, self.bias)
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")

@@ -1,4 +1,4 @@
-"""The adapter branch inside a captured decode step: fixed launches over static work lists, the shrink beside the GEMM.
+"""The adapter branch inside captured launches: the same for every mix, over static work lists, the shrink beside the GEMM.
 
 `TritonState.plan` fills the lists before a replay; here only launches are made, the same for every mix of adapters. A
 capture names the fused groups that it serves, so that adapters on attention alone do not pay for the feed-forward part.
@@ -20,15 +20,24 @@ from loraplex.ops.worklist import Phase
 
 
 class CapturedOps:
-    """`AdapterOps` of decode rows. groups: fused groups that are launched. side: stream of the shrink, None: no overlap."""
+    """`AdapterOps` for capture.
+
+    groups: fused groups that are launched. phases: whose rows are served; the lists of all of them must be filled or
+    emptied before a replay. side: stream of the shrink of one phase, None: no overlap.
+    """
 
     active: Final = True
     scales_input: Final = False
 
     def __init__(
-        self, state: TritonState, groups: frozenset[int], side: torch.cuda.Stream | None = None
+        self,
+        state: TritonState,
+        groups: frozenset[int],
+        side: torch.cuda.Stream | None = None,
+        phases: tuple[Phase, ...] = (Phase.DECODE,),
     ) -> None:
-        self._state, self._groups, self._side = state, groups, side
+        self._state, self._groups, self._phases = state, groups, phases
+        self._side = side if len(phases) == 1 else None
 
     def scale_input(self, x: torch.Tensor, layer: int, module: Module) -> torch.Tensor:
         """x: adapters with an input vector are not captured."""
@@ -37,17 +46,13 @@ class CapturedOps:
     def ahead(
         self, x: torch.Tensor, layer: int, modules: tuple[Module, ...], rows: RowSet = RowSet.ALL
     ) -> None:
-        """Start the shrink."""
+        """Start the shrink, where it has a stream of its own."""
         group = self._group(modules)
-        if group is None:
-            return
-        step = self._state.steps[Phase.DECODE]
-        if self._side is None:
-            step.shrink(x, layer, group)
+        if group is None or self._side is None:
             return
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
-            step.shrink(x, layer, group)
+            self._state.steps[self._phases[0]].shrink(x, layer, group)
 
     def apply(
         self,
@@ -63,7 +68,9 @@ class CapturedOps:
             return
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
-        self._state.steps[Phase.DECODE].expand(y, layer, group)
+            self._state.steps[self._phases[0]].expand(y, layer, group)
+            return
+        self._state.apply(y, x, layer, group, self._phases)
 
     def embed(self, hidden: torch.Tensor, tokens: torch.Tensor) -> None:
         """Nothing: embedding adapters are not captured."""

@@ -231,6 +231,10 @@ class LoraStep:
         self.send(packed if self.interpreted else packed.pin_memory())
         self.fill()
 
+    def clear(self) -> None:
+        """Empty the work list: launches over it do nothing."""
+        self.head[:HEAD_WORDS].zero_()
+
     def shrink(self, x: torch.Tensor, layer: int, group: int) -> None:
         """Z partials of one group. x: [rows, d_in] of the model's dtype, unit column stride."""
         first, _ = GROUPS[group]

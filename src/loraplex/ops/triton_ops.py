@@ -66,6 +66,7 @@ class TritonState:
         self._traits: dict[int, tuple[int, Traits]] = {}
         self.traits = Traits(frozenset(), False)
         self._rows = {Phase.DECODE: 0, Phase.PREFILL: 0}
+        self._filled = {Phase.DECODE: False, Phase.PREFILL: False}
         self.reserve(Phase.DECODE, decode_rows)
         self.reserve(Phase.PREFILL, prefill_rows)
 
@@ -83,7 +84,7 @@ class TritonState:
     def plan(self, plan: BatchPlan) -> tuple[Phase, ...]:
         """Follow the table, send and fill the work lists of a plan; the phases that have adapter rows.
 
-        Does nothing where the last plan had the same rows and adapters, as most decode steps have.
+        The list of a phase without any is emptied, so that captured launches over it add nothing. Does nothing where the last plan had the same rows and adapters, as most decode steps have.
         """
         groups = (plan.group_rows, plan.group_offsets, plan.group_adapters)
         key = (self.table.revision, plan.doff, *(part.tobytes() for part in groups))
@@ -96,6 +97,7 @@ class TritonState:
             rows = plan.group_rows
             mine = int((rows >= plan.doff).sum()) if phase is Phase.DECODE else int((rows < plan.doff).sum())
             if not mine:
+                self._empty(phase)
                 continue
             self.reserve(phase, mine, plan.segment_adapters.size)
             step = self.steps[phase]
@@ -104,10 +106,16 @@ class TritonState:
                     rows, plan.group_offsets, plan.group_adapters, plan.doff, self.mirror.max_ranks, step.room
                 )
             )
+            self._filled[phase] = True
             active.append(phase)
         self.traits = self._traits_of(plan.group_adapters.tolist())
         self._key, self._active = key, tuple(active)
         return self._active
+
+    def _empty(self, phase: Phase) -> None:
+        if self._filled[phase]:
+            self.steps[phase].clear()
+            self._filled[phase] = False
 
     def _traits_of(self, slots: list[int]) -> Traits:
         """Traits of all these adapters together."""

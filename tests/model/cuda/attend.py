@@ -18,6 +18,9 @@ class PlainAttention:
     def __init__(self, rope: RopeAppend, inputs: StepInputs) -> None:
         self.rope, self.inputs = rope, inputs
 
+    def append(self, layer: int, q: torch.Tensor) -> None:
+        self.rope.run(layer, q)
+
     def bucket(self, size: int) -> PlainBatch:
         return PlainBatch(self, [1] * size)
 
@@ -40,9 +43,13 @@ class PlainBatch:
         self.lengths = lengths
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self.owner.rope.run(layer, q)
-        keys, values = self.owner.rope.layer(layer)
+        self.owner.append(layer, q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.attend(layer, q, out)
+        return out
+
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        keys, values = self.owner.rope.layer(layer)
         begin = 0
         for request, rows in enumerate(self.rows):
             lo, hi = self.lengths.indptr[request : request + 2].tolist()
@@ -54,4 +61,3 @@ class PlainBatch:
             result = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=mask, enable_gqa=True)
             out[begin : begin + rows] = result[0].transpose(0, 1)
             begin += rows
-        return out

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.model.cuda.adapters import GENERATION, SORTS, load_sorts  # noqa: E402
 from tests.model.cuda.world import plain_executor  # noqa: E402
 from tests.model.drive import Driver, Request  # noqa: E402
 from tests.model.test_runner import code_of, greedy, prompt  # noqa: E402
@@ -130,3 +131,27 @@ def test_rows_that_are_not_finite_are_reported_and_only_they(model: Decoder) -> 
     assert result.faults.tolist() == [[1, 1]]
     assert result.tokens[0] == greedy(a.prompt, 2)[1]
     assert 0 <= result.tokens[1] < model.spec.vocab_size
+
+
+def test_adapters_in_captured_and_mixed_steps_equal_the_torch_family(model: Decoder) -> None:
+    """All sorts, those that captured launches serve first alone and then beside those that they do not."""
+    outputs = []
+    for executor in (None, plain_executor):
+        driver = Driver(model, 16, slots=6, pages=900, adapter_slots=9, executor=executor)
+        load_sorts(driver, SORTS)
+        requests = [
+            Request(i, prompt(3 + i, i), adapter=(i, GENERATION) if i else (0, 0), logprobs=3) for i in range(5)
+        ]
+        late = Request(5, prompt(4, 9), adapter=(6, GENERATION), logprobs=3)
+        steps = [driver.step([(r, len(r.prompt)) for r in requests[:3]])]
+        steps.append(driver.step([(r, 0 if r.out else len(r.prompt)) for r in requests[:4]]))
+        steps.append(driver.step([(r, 0) for r in requests[:2]]))
+        steps.append(driver.step([(r, 0) for r in requests[:4]]))
+        steps.append(driver.step([(requests[4], 7), (requests[1], 0), (late, 4)]))
+        steps.append(driver.step([(r, 0) for r in [*requests, late]]))
+        steps.append(driver.step([(r, 0) for r in requests[:1]]))
+        outputs.append(steps)
+    for left, right in zip(*outputs, strict=True):
+        assert left.tokens.tolist() == right.tokens.tolist()
+        values = [step.logprob_values.view(np.float32) for step in (left, right)]
+        np.testing.assert_allclose(*values, atol=2e-3)

@@ -10,6 +10,7 @@ from loraplex.model.cuda.executor import CudaExecutor
 from loraplex.model.cuda.graphs import DecodeGraphs, bucket_sizes
 from loraplex.model.cuda.heads import GreedyHead
 from loraplex.model.cuda.inputs import StepInputs
+from loraplex.model.cuda.pieces import PiecewiseSteps
 from loraplex.model.cuda.rope import RopeAppend, angle_table
 from loraplex.model.decoder import Decoder
 from loraplex.model.runner import MakeExecutor
@@ -27,6 +28,10 @@ TINY_PREFILL = Tuning(
 )  # fmt: skip
 
 
+PIECES = (16,)
+"""Smaller mixed steps run in pieces, larger ones launch by launch."""
+
+
 def plain_executor(kv: KvShape, bounds: PlanBounds, rows: int = 256) -> MakeExecutor:
     def make(decoder: Decoder, table: AdapterTable, sampler: Sampler) -> CudaExecutor:
         spec = decoder.spec
@@ -40,6 +45,7 @@ def plain_executor(kv: KvShape, bounds: PlanBounds, rows: int = 256) -> MakeExec
         graphs = DecodeGraphs(
             decoder, inputs, attention, head, state, bucket_sizes(bounds.max_requests), captured=False
         )
-        return CudaExecutor(decoder, table, sampler, inputs, attention, head, graphs)
+        pieces = PiecewiseSteps(decoder, inputs, attention, state, PIECES, captured=False)
+        return CudaExecutor(decoder, table, sampler, inputs, attention, head, graphs, pieces)
 
     return make

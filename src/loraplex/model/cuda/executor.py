@@ -1,4 +1,4 @@
-"""Plans on a CUDA device: decode steps replay captured graphs, steps with prefill are launched one by one.
+"""Plans on a CUDA device: decode steps replay captured graphs, steps with prefill run in pieces or launch by launch.
 
 Nothing here waits for the device: a plan goes there in one copy, sampled tokens stay there for the next plan, and
 answers are copied to pinned memory behind the step. Rows that only want the best token never leave the graph; others
@@ -21,19 +21,21 @@ from loraplex.model.cuda.attention import StepAttention
 from loraplex.model.cuda.graphs import AdapterWork, DecodeGraphs
 from loraplex.model.cuda.heads import GreedyHead
 from loraplex.model.cuda.inputs import KvLengths, StepInputs
+from loraplex.model.cuda.pieces import PiecewiseSteps
 from loraplex.model.decoder import Decoder
 from loraplex.model.executor import SampleLog, score, wants_scores
 from loraplex.model.results import Pending, Stopwatch, no_scores, to_host
 from loraplex.model.sampler import Sampler
 from loraplex.ops.dispatch import TRITON, make_operator
+from loraplex.ops.interface import NoAdapters
 from loraplex.ops.table import AdapterTable
-from loraplex.ops.triton_ops import TritonState, state_of
+from loraplex.ops.triton_ops import state_of
 
 NOTHING: Final = torch.empty(0, dtype=torch.int64)
 
 
 class CudaExecutor:
-    """`Executor` over static buffers. graphs: captured before the first plan. family: of adapters in mixed steps."""
+    """`Executor` over static buffers. graphs, pieces: captured before the first plan. family: of adapters elsewhere."""
 
     def __init__(
         self,
@@ -44,11 +46,12 @@ class CudaExecutor:
         attention: StepAttention,
         head: GreedyHead,
         graphs: DecodeGraphs,
+        pieces: PiecewiseSteps,
         family: str = TRITON,
     ) -> None:
         self._decoder, self._table, self._sampler = decoder, table, sampler
         self.inputs, self.attention, self.head, self.graphs = inputs, attention, head, graphs
-        self._family = family
+        self.pieces, self._family = pieces, family
         self._samples = SampleLog()
         self._newest_sampled = 0
 
@@ -69,55 +72,56 @@ class CudaExecutor:
         """See `Executor.execute`."""
         if len(plan.opens):
             self._sampler.open(plan.opens, plan.open_bias, plan.open_history)
-        size, work = self._captured(plan)
+        work = self._work(plan)
+        size = self._decode_bucket(plan) if work is not None else 0
         lengths = KvLengths.of(plan, self.inputs.page_tokens, size)
         self.inputs.send(plan, packed, lengths, tables)
         if plan.rows == 0:
             self._samples.note(plan, NOTHING)
             return Pending(plan, watch, NOTHING, NOTHING, no_scores(0), no_scores(0))
-        if size:
+        if size and work is not None:
             self.graphs.prepare(size, lengths)
             logits = self.graphs.run(size, work)[: plan.rows]
         else:
-            logits = self._mixed(plan, lengths)
+            logits = self._mixed(plan, lengths, work)
         return self._answer(plan, logits, watch)
 
-    def _captured(self, plan: BatchPlan) -> tuple[int, AdapterWork]:
-        """Bucket and adapter work of a plan that a graph serves; bucket 0 where none does."""
-        size = self.graphs.bucket(plan.decodes) if plan.decodes and not plan.prefills else None
-        if size is None or len(plan.prompt_logprobs):
-            return 0, AdapterWork.NONE
+    def _decode_bucket(self, plan: BatchPlan) -> int:
+        """Bucket of a plan of decode rows alone; 0 for any other."""
+        if plan.prefills or not plan.decodes or len(plan.prompt_logprobs):
+            return 0
+        return self.graphs.bucket(plan.decodes) or 0
+
+    def _work(self, plan: BatchPlan) -> AdapterWork | None:
+        """Captured adapter work that serves a plan, its lists filled; None where only the operator families can."""
         if not plan.group_rows.size:
-            return size, AdapterWork.NONE
-        state = self._state()
-        if state is None:
-            return 0, AdapterWork.NONE
+            return AdapterWork.NONE
+        if self._family != TRITON:
+            return None
         self._table.check_plan(plan)
+        state = state_of(self._table)
         state.plan(plan)
-        if state.traits.rest:
-            return 0, AdapterWork.NONE
-        return size, AdapterWork.covering(state.traits.groups)
+        return None if state.traits.rest else AdapterWork.covering(state.traits.groups)
 
-    def _state(self) -> TritonState | None:
-        return state_of(self._table) if self._family == TRITON else None
-
-    def _mixed(self, plan: BatchPlan, lengths: KvLengths) -> torch.Tensor:
-        """Logits [L, vocab] of a step launched one by one; greedy tokens of its samples, too."""
-        inputs = self.inputs
+    def _mixed(self, plan: BatchPlan, lengths: KvLengths, work: AdapterWork | None) -> torch.Tensor:
+        """Logits [L, vocab] of a step with prefill rows; greedy tokens of its samples, too."""
+        inputs, decoder = self.inputs, self._decoder
         inputs.unpack(len(plan.requests))
-        count = len(plan.logit_rows)
         rows = torch.from_numpy(plan.logit_rows.astype(np.int64))
         if inputs.device.type == "cuda":
             rows = rows.pin_memory().to(inputs.device, non_blocking=True)
-        logits = self._decoder.forward(
-            inputs.tokens[: plan.rows],
-            inputs.positions[: plan.rows],
-            self.attention.mixed(plan, lengths),
-            make_operator(plan, self._table, self._family),
-            rows,
-        )
-        if count:
-            self.head.run(logits, max(count, len(plan.samples)))
+        attention = self.attention.mixed(plan, lengths)
+        size = self.pieces.bucket(plan.rows) if work is not None else None
+        if size is not None and work is not None:
+            least = AdapterWork.NONE if work is AdapterWork.NONE else AdapterWork.ALL
+            x, residual = self.pieces.run(size, plan.rows, least, attention)
+            logits = decoder.head(x, residual, NoAdapters(), rows)
+        else:
+            adapters = make_operator(plan, self._table, self._family)
+            tokens, positions = inputs.tokens[: plan.rows], inputs.positions[: plan.rows]
+            logits = decoder.forward(tokens, positions, attention, adapters, rows)
+        if logits.shape[0]:
+            self.head.run(logits, max(logits.shape[0], len(plan.samples)))
         return logits
 
     def _answer(self, plan: BatchPlan, logits: torch.Tensor, watch: Stopwatch) -> Pending:

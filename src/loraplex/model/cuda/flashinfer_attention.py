@@ -58,6 +58,10 @@ class FlashInferAttention:
         """Prefill backends that may be chosen."""
         return ("fa2", "fa3") if self.kv.head_dim in FA3_HEAD_DIMS and self.window < 0 else ("fa2",)
 
+    def append(self, layer: int, q: torch.Tensor) -> None:
+        """See `StepAttention.append`."""
+        self.rope.run(layer, q)
+
     def bucket(self, size: int) -> FlashInferBucket:
         """See `StepAttention.bucket`."""
         pair = []
@@ -150,12 +154,15 @@ class FlashInferMixed:
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See `AttentionBatch.run`."""
-        rope = self._owner.rope
-        rope.run(layer, q)
-        paged = rope.layer(layer)
+        self._owner.rope.run(layer, q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.attend(layer, q, out)
+        return out
+
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        """See `MixedAttention.attend`."""
+        paged = self._owner.rope.layer(layer)
         if self._prefill is not None:
             self._prefill.run(q[: self._doff], paged, out=out[: self._doff])
         if self._decode is not None:
             self._decode.run(q[self._doff :], paged, out=out[self._doff :])
-        return out

@@ -129,6 +129,12 @@ class StepInputs:
             self.indices, self.bounds.max_pages_per_request, PAGE_TOKENS=self.page_tokens, BLOCK=ROW_BLOCK,
         )  # fmt: skip
 
+    def pad(self, rows: int) -> None:
+        """Rows beyond the plan's, up to `rows`, become padding on the null page; after `unpack`."""
+        kernels.pad_kernel[(-(-rows // ROW_BLOCK),)](
+            self.words, self.tokens, self.positions, self.pages, UPTO=rows, BLOCK=ROW_BLOCK
+        )
+
     def forget(self, slots: I32) -> None:
         """The device's page tables of these slots may be wrong: they are sent again when a plan next uses them."""
         self._stale.update(slots.tolist())

@@ -110,6 +110,17 @@ def unpack_kernel(
 
 
 @triton.jit
+def pad_kernel(words_ptr, tokens_ptr, positions_ptr, pages_ptr, UPTO: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows from the plan's last to UPTO become padding: token 0 at position 0 of the null page."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    padding = (i >= tl.load(words_ptr + TOKENS + 1)) & (i < UPTO)
+    zero = tl.zeros([BLOCK], tl.int32)
+    tl.store(tokens_ptr + i, zero, mask=padding)
+    tl.store(positions_ptr + i, zero, mask=padding)
+    tl.store(pages_ptr + i, zero, mask=padding)
+
+
+@triton.jit
 def rope_append_kernel(
     qkv_ptr, keys_ptr, values_ptr, positions_ptr, pages_ptr, table_ptr, row_stride,
     PAGE_STRIDE: tl.constexpr, PAGE_TOKENS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,

@@ -36,6 +36,7 @@ from loraplex.model.cuda.executor import CudaExecutor
 from loraplex.model.cuda.graphs import DecodeGraphs, bucket_sizes
 from loraplex.model.cuda.heads import GreedyHead
 from loraplex.model.cuda.inputs import KvLengths, StepInputs
+from loraplex.model.cuda.pieces import PiecewiseSteps, row_buckets
 from loraplex.model.cuda.rope import RopeAppend, angle_table
 from loraplex.model.decoder import Decoder
 from loraplex.model.runner import MakeExecutor
@@ -103,7 +104,11 @@ class CudaParts:
                 decoder, inputs, attention, head, state, buckets or bucket_sizes(bounds.max_requests),
                 captured=self.captured, side=side,
             )  # fmt: skip
-            return CudaExecutor(decoder, table, sampler, inputs, attention, head, graphs)
+            pieces = PiecewiseSteps(
+                decoder, inputs, attention, state, row_buckets(self.rows) if buckets is None else (),
+                captured=self.captured,
+            )  # fmt: skip
+            return CudaExecutor(decoder, table, sampler, inputs, attention, head, graphs, pieces)
 
         return make
 
@@ -192,8 +197,9 @@ class Warmth:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture the decode steps."""
+        """Capture the decode steps and the pieces of mixed ones."""
         self._executor.graphs.capture(self._report)
+        self._executor.pieces.capture(self._report)
 
     def _timed(self, what: str, run: Callable[[], None]) -> None:
         started = time.perf_counter()
