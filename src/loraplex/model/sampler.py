@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,16 @@ _LOGPROB_ROWS = 64
 
 _Draw = Callable[[torch.Tensor, I64, I64, I64], torch.Tensor]
 """(logits, rows of logits, request slots, positions) -> tokens."""
+
+
+class Draws(Protocol):
+    """One function that draws rows with any options: compiled on a CPU, a kernel on a device."""
+
+    def draw(
+        self, logits: torch.Tensor, index: I64, vocab: int, options: npt.NDArray[np.void]
+    ) -> torch.Tensor:
+        """Tokens int64 [n] from rows `index` [n] of logits, over the first `vocab` columns. options: `OPTIONS` [n]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,11 @@ class Sampler:
         self._penalised = np.zeros(max_requests, dtype=np.bool_)
         self._truncated = np.zeros(max_requests, dtype=np.bool_)
         self._compiled = CompiledSampling.find(device) if compiled else None
+        self._draws: Draws | None = self._compiled if compiled else None
+        if device.type == "cuda":
+            from loraplex.model.cuda.draws import DeviceDraws  # needs Triton
+
+            self._draws = DeviceDraws(device)
         self.counts = TokenCounts(max_requests, vocab_size, device, self._compiled)
 
     @property
@@ -214,8 +230,8 @@ class Sampler:
 
     def _routes(self, greedy: Bools, slots: I64) -> tuple[tuple[Bools, _Draw], ...]:
         """Which rows are drawn how."""
-        if self._compiled is not None:
-            return (greedy, self._greedy), (~greedy, self._draw_compiled)
+        if self._draws is not None:
+            return (greedy, self._greedy), (~greedy, self._draw_together)
         truncated = self._truncated[slots]
         return (
             (greedy, self._greedy),
@@ -241,16 +257,16 @@ class Sampler:
         best = torch.argmax(values + noise, dim=1, keepdim=True)
         return ids.gather(1, best).squeeze(1)
 
-    def _draw_compiled(self, logits: torch.Tensor, index: I64, slots: I64, positions: I64) -> torch.Tensor:
-        if self._compiled is None:
-            raise InternalFault(ErrorCode.INTERNAL, "compiled sampling was chosen where there is none")
+    def _draw_together(self, logits: torch.Tensor, index: I64, slots: I64, positions: I64) -> torch.Tensor:
+        if self._draws is None:
+            raise InternalFault(ErrorCode.INTERNAL, "one function was to draw all rows and there is none")
         options = np.empty(slots.size, dtype=OPTIONS)
         for name in ("temperature", "min_p", "top_p"):
             options[name] = self._values[name][slots]
         options["top_k"] = self._top_k[slots]
         options["seed_low"], options["seed_high"] = self._seeds[slots].T
         options["position"] = positions
-        return self._compiled.draw(logits, np.ascontiguousarray(index), self._sampled, options)
+        return self._draws.draw(logits, np.ascontiguousarray(index), self._sampled, options)
 
     def _rows(self, logits: torch.Tensor, index: I64) -> torch.Tensor:
         return logits.index_select(0, self._ids(index))[:, : self._sampled]
