@@ -72,11 +72,11 @@ class Driver:
 
     def __init__(
         self, model: Decoder, page_tokens: int = 4, slots: int = SLOTS, pages: int = 0,
-        executor: Callable[[KvShape, PlanBounds], MakeExecutor] | None = None, stream: Any = None, adapter_slots: int = 5,
+        executor: Callable[[KvShape, PlanBounds], MakeExecutor] | None = None, stream: Any = None, adapters: int = 5,
     ) -> None:  # fmt: skip
         self.kv = model.spec.kv_shape(model.weights.dtype.itemsize, page_tokens)
         entries = self.kv.pages_for(MODEL_LEN)
-        self.bounds = PlanBounds(slots, adapter_slots, pages or 1 + slots * entries + 40, entries, VOCAB)
+        self.bounds = PlanBounds(slots, adapters, pages or 1 + slots * entries + 40, entries, VOCAB)
         self.images = Images()
         pool = allocate_pool(self.bounds.num_pages, self.kv.page_bytes, model.weights.device, poison=True)
         made = None if executor is None else executor(self.kv, self.bounds)

@@ -12,7 +12,7 @@ from tests.ops.build import Adapter, make_image, make_plan, make_world, random_a
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import Module
-from loraplex.core.layout import AdapterImage, Factor, page_checksum
+from loraplex.core.layout import AdapterImage, Factor, page_checksum, vector_mask
 from loraplex.core.limits import MAX_RANK
 from loraplex.ops.dispatch import make_operator
 from loraplex.ops.image_check import check_image
@@ -213,6 +213,20 @@ MALFORMED: dict[str, Change] = {
     "rank zero": cell("modules", 0, 2, lambda _: 0),
     "scale infinite": cell("modules", 0, 3, lambda _: _bits(np.inf)),
     "scale not a number": cell("modules", 0, 3, lambda _: _bits(np.nan)),
+    "vectors negative": cell("modules", 0, 4, lambda _: -1),
+    "vectors unknown": cell("modules", 0, 4, lambda v: v | 8),
+    **{
+        f"{v.name} declared and not there" if v is Factor.H else f"{v.name} there and not declared": cell(
+            "modules", 0, 4, lambda m, v=v: m ^ vector_mask([v])
+        )
+        for v in (Factor.H, Factor.G, Factor.C)
+    },
+    **{
+        f"whole {v.name} missing": keep(
+            "extents", lambda a, v=v: a[(a[:, 2] != v) | (a[:, 0] != 0) | (a[:, 1] != 0)]
+        )
+        for v in (Factor.G, Factor.C)
+    },
     "extent columns": keep("extents", lambda a: a[:, :8]),
     "extent missing": keep("extents", lambda a: a[1:]),
     "last run of a factor missing": keep(

@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from loraplex.core.ids import Module
+from loraplex.core.layout import KvShape
 from loraplex.model.attention.interface import AttentionBatch
+from loraplex.model.attention.torch_paged import TorchPagedBatch
+from loraplex.model.cpu_layers import CpuLayers
 from loraplex.model.fused import FusedOps, TorchFused
 from loraplex.model.linear import Linear
 from loraplex.model.rope import RopeTable, rotate_
@@ -40,6 +43,11 @@ class Decoder:
         self.fused = fused or TorchFused()
         self._rope = RopeTable(spec.rope, spec.head_dim, positions, weights.dtype, weights.device)
 
+    def compiled_over(self, pool: torch.Tensor, kv: KvShape) -> CpuLayers | None:
+        """The layers as compiled CPU kernels over a page pool, where they serve this model: an argument of `forward`."""
+        rope = (self._rope.cos, self._rope.sin)
+        return CpuLayers.find(self.spec, self.weights, rope, pool, kv)
+
     @torch.inference_mode()
     def forward(
         self,
@@ -48,20 +56,30 @@ class Decoder:
         attention: AttentionBatch,
         adapters: AdapterOps,
         logit_rows: torch.Tensor | None,
+        compiled: CpuLayers | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits of the rows asked for.
 
-        tokens, positions: integers [T]; logit_rows: [L], rows whose logits are wanted, None for all. Returns
-        [L, vocab] of the weights' type, in `out` where it is given.
+        tokens, positions: integers [T]; logit_rows: [L], rows whose logits are wanted, None for all. compiled: layers
+        to use in place of torch where they serve the step. Returns [L, vocab] of the weights' type, in `out` where it
+        is given.
         """
+        if (
+            compiled is not None
+            and isinstance(attention, TorchPagedBatch)
+            and compiled.serves(attention, adapters)
+        ):
+            hidden = self.embed(tokens, adapters)
+            compiled.run(hidden, positions, attention, adapters)
+            return self.head(None, hidden, adapters, logit_rows, out)
         x, residual = self._layers(tokens, positions, attention, adapters)
         return self.head(x, residual, adapters, logit_rows, out)
 
     def _layers(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, adapters: AdapterOps
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last layer's output and the residual stream before it is added, both [T, hidden]."""
+        """All layers in torch, the definition: the last one's output and the residual stream before it is added."""
         spec = self.spec
         residual = self.embed(tokens, adapters)
         rotation = None if attention.rotates else self._rope.gather(positions)
@@ -135,24 +153,28 @@ class Decoder:
 
     def head(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | None,
         residual: torch.Tensor,
         adapters: AdapterOps,
         logit_rows: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [L, vocab] of `logit_rows`, None for all rows, from the last layer's output."""
+        """Logits [L, vocab] of `logit_rows`, None for all rows.
+
+        x: the last layer's output where the residual stream lacks it yet.
+        """
         if logit_rows is not None:
             if logit_rows.numel() == 0:
-                return torch.empty((0, self.spec.vocab_size), dtype=self.weights.dtype, device=x.device)
-            x, residual = x[logit_rows], residual[logit_rows]
-        x = self.fused.add_norm(x, residual, self.weights.final_norm, self.spec.rms_eps)
-        if adapters.active:
-            adapters.ahead(x, 0, (Module.LM_HEAD,), RowSet.LOGIT)
-        y = self.weights.lm_head(x, out)
-        if adapters.active:
-            adapters.apply(y, x, 0, (Module.LM_HEAD,), RowSet.LOGIT)
-        return y
+                return torch.empty(
+                    (0, self.spec.vocab_size), dtype=self.weights.dtype, device=residual.device
+                )
+            x, residual = None if x is None else x[logit_rows], residual[logit_rows]
+        norm, eps = self.weights.final_norm, self.spec.rms_eps
+        x = self.fused.norm(residual, norm, eps) if x is None else self.fused.add_norm(x, residual, norm, eps)
+        sizes = (self.spec.vocab_size,)
+        return _project(
+            x, self.weights.lm_head, 0, (Module.LM_HEAD,), sizes, adapters, out, rows=RowSet.LOGIT
+        )
 
 
 def _project(
@@ -163,20 +185,25 @@ def _project(
     sizes: tuple[int, ...],
     adapters: AdapterOps,
     out: torch.Tensor | None = None,
+    rows: RowSet = RowSet.ALL,
 ) -> torch.Tensor:
     """y = g * ((x * h) W^T + b + s (x A^T) B^T) + c for modules that share an input; one GEMM unless an h splits them.
 
-    out: where y goes, for adapters without h. The projection's own bias b lies inside the parentheses for every row; an adapter's c is relative to that.
+    The projection's own bias b lies inside the parentheses for every row; an adapter's c is relative to that. A module
+    with its own h costs one more GEMM over all rows, so that a row without h keeps its bits whatever is beside it.
+    out: where y goes.
     """
     if not adapters.active:
         return projection(x, out)
-    adapters.ahead(x, layer, modules)
-    inputs = [adapters.scale_input(x, layer, module) for module in modules] if adapters.scales_input else [x]
-    if len(inputs) == 1:
-        y = projection(inputs[0], out)
-    elif all(scaled is x for scaled in inputs):
-        y = projection(x, out)
-    else:
-        y = torch.cat([projection(h).split(sizes, dim=1)[i] for i, h in enumerate(inputs)], dim=1)
-    adapters.apply(y, x, layer, modules)
+    adapters.ahead(x, layer, modules, rows)
+    y = projection(x, out)
+    if adapters.scales_input:
+        start = 0
+        for module, size in zip(modules, sizes, strict=True):
+            own = slice(start, start + size)
+            start += size
+            scaled = adapters.scale_input(x, layer, module, rows)
+            if scaled is not x:
+                y[:, own] = projection(scaled)[:, own]
+    adapters.apply(y, x, layer, modules, rows)
     return y

@@ -16,6 +16,7 @@ from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.packed import I32
 from loraplex.core.plan import BatchPlan
 from loraplex.model.attention.interface import AttentionBackend, Histories
+from loraplex.model.cpu_layers import CpuLayers
 from loraplex.model.decoder import Decoder
 from loraplex.model.results import Pending, Scores, Stopwatch, no_scores, to_host
 from loraplex.model.sampler import Sampler
@@ -89,14 +90,23 @@ class SampleLog:
 
 
 class TorchExecutor:
-    """Every step in torch operators, launched one by one: the CPU's way, and any device's without fused kernels."""
+    """Every step in torch operators, launched one by one: the CPU's way, and any device's without fused kernels.
+
+    compiled: layers that run in place of torch where they serve a step.
+    """
 
     def __init__(
-        self, decoder: Decoder, table: AdapterTable, attention: AttentionBackend, sampler: Sampler
+        self,
+        decoder: Decoder,
+        table: AdapterTable,
+        attention: AttentionBackend,
+        sampler: Sampler,
+        compiled: CpuLayers | None = None,
     ) -> None:
         self._decoder, self._table = decoder, table
         self._attention, self._sampler = attention, sampler
         self._device = decoder.weights.device
+        self._compiled = compiled
         self._samples = SampleLog()
 
     def check_references(self, plan: BatchPlan) -> None:
@@ -133,6 +143,7 @@ class TorchExecutor:
             self._attention.begin(histories),
             make_operator(plan, self._table),
             self._index(plan.logit_rows),
+            self._compiled,
         ).float()
 
     def _sample(self, plan: BatchPlan, logits: torch.Tensor, watch: Stopwatch) -> Pending:

@@ -88,7 +88,8 @@ class ModelRunner:
         )
         if executor is None:
             attention = attention or TorchPagedAttention(self.pool, kv, dtype, spec.heads, spec.windows)
-            self.executor: Executor = TorchExecutor(decoder, self.table, attention, self.sampler)
+            compiled = decoder.compiled_over(self.pool, kv)
+            self.executor: Executor = TorchExecutor(decoder, self.table, attention, self.sampler, compiled)
         else:
             self.executor = executor(decoder, self.table, self.sampler)
         self._stream = stream

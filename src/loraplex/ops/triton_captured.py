@@ -39,7 +39,9 @@ class CapturedOps:
         self._state, self._groups, self._phases = state, groups, phases
         self._side = side if len(phases) == 1 else None
 
-    def scale_input(self, x: torch.Tensor, layer: int, module: Module) -> torch.Tensor:
+    def scale_input(
+        self, x: torch.Tensor, layer: int, module: Module, rows: RowSet = RowSet.ALL
+    ) -> torch.Tensor:
         """x: adapters with an input vector are not captured."""
         return x
 

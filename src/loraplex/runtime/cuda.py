@@ -68,7 +68,7 @@ def cuda_runner(
             return plain, sizes
         decoder = Decoder(base.spec, weights, small.max_model_len, _fused())
         parts = CudaParts(decoder, small.kv, max(small.token_budget, small.max_requests), say)
-        _warm_up(parts, small, images, stream, say)
+        _warm_up(parts, small, images, sampled_vocab, stream, say)
         sizes = limits_for(_left(base))
         pool = allocate_pool(sizes.num_pages, sizes.kv.page_bytes, device, poison=config.scrub)
         if not config.scrub:
@@ -109,18 +109,24 @@ def _weights(
 
 
 def _warm_up(
-    parts: CudaParts, small: EngineLimits, images: ImageSource, stream: torch.cuda.Stream, say: Report
+    parts: CudaParts,
+    small: EngineLimits,
+    images: ImageSource,
+    sampled: int,
+    stream: torch.cuda.Stream,
+    say: Report,
 ) -> None:
     """Kernels and the largest chunk over a pool of nothing but the null page."""
     runner = ModelRunner(
         parts.decoder, small.kv, replace(small.bounds, num_pages=SCRATCH_PAGES), images,
-        executor=parts.executor(small.bounds, (1,)), stream=stream,
+        sampled_vocab=sampled, executor=parts.executor(small.bounds, (1,)), stream=stream,
         pool=torch.zeros((SCRATCH_PAGES, small.kv.page_bytes), dtype=torch.uint8, device=parts.decoder.weights.device),
     )  # fmt: skip
     assert isinstance(runner.executor, CudaExecutor)
     warmth = Warmth(parts, runner.executor, say)
     warmth.largest_chunk()
     warmth.adapters(state_of(runner.table))
+    warmth.sampling(sampled)
 
 
 def _left(base: BaseModel) -> int:

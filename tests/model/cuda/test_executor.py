@@ -137,7 +137,7 @@ def test_adapters_in_captured_and_mixed_steps_equal_the_torch_family(model: Deco
     """All sorts, those that captured launches serve first alone and then beside those that they do not."""
     outputs = []
     for executor in (None, plain_executor):
-        driver = Driver(model, 16, slots=6, pages=900, adapter_slots=9, executor=executor)
+        driver = Driver(model, 16, slots=6, pages=900, adapters=9, executor=executor)
         load_sorts(driver, SORTS)
         requests = [
             Request(i, prompt(3 + i, i), adapter=(i, GENERATION) if i else (0, 0), logprobs=3) for i in range(5)

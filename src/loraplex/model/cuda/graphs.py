@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -85,9 +85,8 @@ class DecodeGraphs:
         """Adapter work that there are graphs for."""
         return (AdapterWork.NONE,) if self._state is None else tuple(AdapterWork)
 
-    def capture(self, report: Report) -> None:
-        """Capture every graph, the largest first. The inputs must hold a plan (`StepInputs.send`), rows of no matter."""
-        pool = torch.cuda.graph_pool_handle()
+    def capture(self, pool: Any, report: Report) -> None:
+        """Capture every graph, the largest first. pool: handle of the graphs' memory."""
         todo = [(size, work) for size in reversed(self.buckets) for work in self.kinds]
         for index, (size, work) in enumerate(todo):
             self.prepare(size, KvLengths.padding(size))
@@ -127,6 +126,6 @@ class DecodeGraphs:
             self._attention[size],
             adapters,
             None,
-            self.logits[:size],
+            out=self.logits[:size],
         )
         self._head.run(logits, size)

@@ -9,7 +9,7 @@ Specification: 0x03D (one dense projection, two attention paths); DESIGN 4 "Star
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -61,9 +61,8 @@ class PiecewiseSteps:
         """The smallest bucket that holds so many rows."""
         return next((size for size in self.buckets if size >= rows), None)
 
-    def capture(self, report: Report) -> None:
-        """Capture every piece of every bucket, the largest first."""
-        pool = torch.cuda.graph_pool_handle()
+    def capture(self, pool: Any, report: Report) -> None:
+        """Capture every piece of every bucket, the largest first. pool: handle of the graphs' memory."""
         kinds = self.kinds if self._state is not None else self.kinds[:1]
         for size in reversed(self.buckets):
             for work in kinds:

@@ -32,6 +32,7 @@ from loraplex.core.plan import (
 )
 from loraplex.core.plan_check import PlanBounds
 from loraplex.model.cuda.attention import StepAttention
+from loraplex.model.cuda.draws import DeviceDraws
 from loraplex.model.cuda.executor import CudaExecutor
 from loraplex.model.cuda.graphs import DecodeGraphs, bucket_sizes
 from loraplex.model.cuda.heads import GreedyHead
@@ -41,6 +42,7 @@ from loraplex.model.cuda.rope import RopeAppend, angle_table
 from loraplex.model.decoder import Decoder
 from loraplex.model.runner import MakeExecutor
 from loraplex.model.sampler import Sampler
+from loraplex.model.sampler_cpu import OPTIONS
 from loraplex.model.spec import DecoderSpec
 from loraplex.ops.interface import NoAdapters
 from loraplex.ops.table import AdapterTable
@@ -196,13 +198,29 @@ class Warmth:
                 self._timed(name, lambda x=x, y=y, step=step, group=group: shrink_expand(y, x, step, 0, group))
 
     @torch.inference_mode()
+    def sampling(self, sampled: int) -> None:
+        """The kernel that draws tokens below `sampled`."""
+        device = self._executor.inputs.device
+        logits = torch.zeros((1, self._parts.decoder.spec.vocab_size), dtype=torch.float32, device=device)
+        options = np.zeros(1, dtype=OPTIONS)
+        options["temperature"], options["top_p"] = 1.0, 1.0
+        draws = DeviceDraws(device)
+        index = np.zeros(1, dtype=np.int64)
+        self._timed("sampling", lambda: _discard(draws.draw(logits, index, sampled, options)))
+
+    @torch.inference_mode()
     def capture(self) -> None:
-        """Capture the decode steps and the pieces of mixed ones."""
-        self._executor.graphs.capture(self._report)
-        self._executor.pieces.capture(self._report)
+        """Capture the decode steps and the pieces of mixed ones, in one memory pool."""
+        pool = torch.cuda.graph_pool_handle()
+        self._executor.graphs.capture(pool, self._report)
+        self._executor.pieces.capture(pool, self._report)
 
     def _timed(self, what: str, run: Callable[[], None]) -> None:
         started = time.perf_counter()
         run()
         torch.cuda.current_stream().synchronize()
         self._report(f"{what}: ready after {time.perf_counter() - started:.1f} s")
+
+
+def _discard(tokens: torch.Tensor) -> None:
+    """What a warm-up drew is of no use."""
