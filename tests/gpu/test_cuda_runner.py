@@ -27,13 +27,14 @@ def prompt(length: int, seed: int) -> list[int]:
 
 def drivers(page_tokens: int = 16, *, captured: bool = True, **changes: Any) -> tuple[Driver, Driver]:
     spec = spec_of(**changes)
-    own = Driver(
-        cuda_decoder(spec), page_tokens, slots=12, executor=cuda_executor(captured), stream=stream()
-    )
-    return Driver(reference_decoder(spec), page_tokens, slots=12), own
+    sizes: dict[str, Any] = {"slots": 12, "pages": 2000, "adapters": 9}
+    own = Driver(cuda_decoder(spec), page_tokens, executor=cuda_executor(captured), stream=stream(), **sizes)
+    return Driver(reference_decoder(spec), page_tokens, **sizes), own
 
 
-def follow(pair: tuple[Driver, Driver], work: list[tuple[int, int]], requests: dict[int, tuple[Request, Request]]) -> None:
+def follow(
+    pair: tuple[Driver, Driver], work: list[tuple[int, int]], requests: dict[int, tuple[Request, Request]]
+) -> None:
     """One step on both, fed with the reference's tokens; tokens may differ only where its best two nearly tie."""
     results = []
     for side, driver in enumerate(pair):

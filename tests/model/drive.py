@@ -80,7 +80,9 @@ class Driver:
         self.images = Images()
         pool = allocate_pool(self.bounds.num_pages, self.kv.page_bytes, model.weights.device, poison=True)
         made = None if executor is None else executor(self.kv, self.bounds)
-        self.runner = ModelRunner(model, self.kv, self.bounds, self.images, pool=pool, executor=made, stream=stream)
+        self.runner = ModelRunner(
+            model, self.kv, self.bounds, self.images, pool=pool, executor=made, stream=stream
+        )
         self.free = np.random.default_rng(1).permutation(self.bounds.num_pages - 1).astype(np.int32) + 1
         self.generation = 0
         self.tables: dict[int, list[int]] = {}

@@ -10,21 +10,25 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import numpy as np
 
-from loraplex.bench.shapes import ATTENTION, SEVEN, AdapterMix, SyntheticImages
+from loraplex.bench.shapes import ATTENTION, SEVEN, AdapterMix, SyntheticImages, write_shape
 from loraplex.config import EngineConfig
 from loraplex.core.errors import ErrorCode, InternalFault, error_for
 from loraplex.core.events import Event, IterationCompleted
-from loraplex.core.messages import EngineSampling, Ended, Reply, Submit, Tokens
+from loraplex.core.messages import Ended, EngineSampling, Reply, Submit, Tokens
 from loraplex.runtime.build import BuiltEngine, build_engine
 from loraplex.runtime.clock import MonotonicClock
 from loraplex.runtime.local import LocalMailbox
 
 NO_ADAPTERS: Final = AdapterMix(0)
+SHAPE: Final = "llama-3.1-8b"
+PROMPT_TOKENS: Final = 128
+NEW_TOKENS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class _TimedBackend:
 
 
 @dataclass
-class _Run:
+class BatchRun:
     """Times of one batch, in seconds from its start."""
 
     first: dict[str, float] = field(default_factory=dict)
@@ -147,15 +151,17 @@ class DeviceBench:
 
     def measure(self, case: EngineCase, repeats: int, copy_bytes_per_s: float) -> EngineRow:
         """Median of `repeats` runs after one that is not counted. copy_bytes_per_s: measured rate for the roofline."""
-        keys = self._register(case.mix)
-        self._batch(case, keys)
-        runs: list[tuple[_Run, list[IterationCompleted]]] = []
+        keys = self.register(case.mix)
+        self.batch(case, keys)
+        runs: list[tuple[BatchRun, list[IterationCompleted]]] = []
         for _ in range(repeats):
             self._sink.iterations.clear()
-            runs.append((self._batch(case, keys), list(self._sink.iterations)))
+            runs.append((self.batch(case, keys), list(self._sink.iterations)))
         runs.sort(key=lambda pair: pair[0].seconds)
         run, iterations = runs[len(runs) // 2]
-        decode = [event for event in iterations if event.decode_rows == case.requests and not event.prefill_rows]
+        decode = [
+            event for event in iterations if event.decode_rows == case.requests and not event.prefill_rows
+        ]
         device = statistics.median([event.execute_ns for event in decode] or [0]) / 1e6
         return EngineRow(
             case.name,
@@ -179,7 +185,8 @@ class DeviceBench:
         kv = base.kv.token_bytes * (self.prompt + self.new // 2) * case.requests
         return weights + kv + case.mix.bytes_of(base)
 
-    def _register(self, mix: AdapterMix) -> list[str]:
+    def register(self, mix: AdapterMix) -> list[str]:
+        """Make the adapters of a mix known; their keys."""
         assert self._images is not None
         keys = []
         for index in range(mix.count):
@@ -196,14 +203,15 @@ class DeviceBench:
                 raise error_for(ErrorCode(reply.code), reply.message)
         return keys
 
-    def _batch(self, case: EngineCase, keys: Sequence[str]) -> _Run:
+    def batch(self, case: EngineCase, keys: Sequence[str]) -> BatchRun:
+        """One batch from the first prompt to the last token."""
         engine, vocab = self.built.engine, self.built.base.spec.vocab_size
         sampling = EngineSampling(
             max_tokens=self.new, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0,
             presence_penalty=0.0, frequency_penalty=0.0, logit_bias=(), stop_token_ids=(), logprobs=-1,
             prompt_logprobs=-1,
         )  # fmt: skip
-        run, open_requests = _Run(), case.requests
+        run, open_requests = BatchRun(), case.requests
         for index in range(case.requests):
             self._serial += 1
             prompt = self._rng.integers(0, vocab, self.prompt).astype("<i4").tobytes()
@@ -231,7 +239,7 @@ class DeviceBench:
         return run
 
     @staticmethod
-    def _note(run: _Run, message: Tokens, now: float) -> None:
+    def _note(run: BatchRun, message: Tokens, now: float) -> None:
         run.tokens += len(message.token_ids)
         if message.request_id in run.last:
             run.gaps.append(now - run.last[message.request_id])
@@ -244,7 +252,7 @@ def copy_rate(device: str) -> float:
     """Bytes a second, read plus written, of a large copy on a CUDA device: the roofline's rate."""
     import torch
 
-    source = torch.empty(2 << 30, dtype=torch.uint8, device=device)
+    source = torch.empty(512 << 20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     target.copy_(source)
@@ -256,32 +264,29 @@ def copy_rate(device: str) -> float:
     return 5 * 2 * source.numel() / (start.elapsed_time(end) / 1e3)
 
 
-def profile_step(bench: DeviceBench, case: EngineCase, report: Callable[[str], None]) -> dict[str, float]:
-    """Microseconds of device time in a decode step of a case, by kind of kernel, from the torch profiler."""
+def profile_step(bench: DeviceBench, case: EngineCase) -> dict[str, float]:
+    """Microseconds of device time by kind of kernel, per decode step of a case, its prefill spread over them."""
     from torch.profiler import ProfilerActivity, profile
 
-    keys = bench._register(case.mix)
-    bench._batch(case, keys)
+    keys = bench.register(case.mix)
+    bench.batch(case, keys)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        bench._batch(case, keys)
-    steps = bench.new - 1
+        bench.batch(case, keys)
     kinds: dict[str, float] = {}
     for event in trace.key_averages():
         kind = kind_of(event.key)
-        kinds[kind] = kinds.get(kind, 0.0) + event.device_time_total / steps
-    for event in sorted(trace.key_averages(), key=lambda e: -e.device_time_total)[:14]:
-        report(f"  {event.device_time_total / steps:9.1f} us {event.count / steps:7.1f} x {event.key[:90]}")
-    return kinds
+        kinds[kind] = kinds.get(kind, 0.0) + event.device_time_total / (bench.new - 1)
+    return {kind: round(us, 1) for kind, us in sorted(kinds.items(), key=lambda item: -item[1])}
 
 
 KINDS: Final = (
-    ("GEMM", ("gemm", "nvjet", "cutlass", "splitK", "cublas")),
-    ("attention", ("BatchPrefill", "BatchDecode", "PersistentVariableLength", "MergeStates", "attention")),
     ("adapters", ("shrink_kernel", "expand_kernel", "records_kernel")),
-    ("RoPE and append", ("rope_append",)),
+    ("attention", ("BatchPrefill", "BatchDecode", "MergeStates", "PrefillWithKVCache")),
     ("norms", ("RMSNorm", "rms_norm", "Norm")),
+    ("GEMM", ("gemm", "nvjet", "cutlass", "splitK", "cublas")),
+    ("RoPE and append", ("rope_append",)),
     ("activation", ("act_and_mul", "silu")),
-    ("sampling", ("best_kernel", "choose_kernel", "reduce", "sort", "sample_kernel")),
+    ("sampling", ("best_kernel", "choose_kernel", "draw_kernel", "reduce", "sort")),
     ("copies", ("Memcpy", "Memset", "copy")),
 )  # fmt: skip
 
@@ -292,3 +297,71 @@ def kind_of(kernel: str) -> str:
         if any(part in kernel for part in parts):
             return kind
     return "other"
+
+
+def run_device_decode(
+    repeats: int, profile: bool, only: tuple[int, ...], report: Callable[[str], None]
+) -> dict[str, Any]:
+    """Measure the rows of DESIGN 7 on the CUDA device; the whole record. only: indices of `CASES`, none is all."""
+    import platform
+    import tempfile
+    from pathlib import Path
+
+    import torch
+
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as name:
+        folder = write_shape(SHAPE, Path(name))
+        config = EngineConfig(
+            model=str(folder), images_dir=name, device="cuda", dtype="bfloat16", load_format="dummy",
+            max_model_len=8192,
+        )  # fmt: skip
+        bench = DeviceBench(config, PROMPT_TOKENS, NEW_TOKENS)
+        startup = time.perf_counter() - started
+        report(f"engine up in {startup:.1f} s")
+        rate = copy_rate("cuda")
+        rows = []
+        profiles = {}
+        for case in [CASES[index] for index in only] or CASES:
+            row = bench.measure(case, repeats, rate)
+            rows.append(asdict(row) | {"of_roofline": row.of_roofline})
+            report(f"{row.case}: {row.tokens_per_s:.0f} tokens/s")
+            if profile:
+                profiles[row.case] = profile_step(bench, case)
+                report(f"  {profiles[row.case]}")
+        bench.close()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "shape": SHAPE, "dtype": "bfloat16",
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": version_of("triton"),
+        "flashinfer": version_of("flashinfer-python"), "python": platform.python_version(),
+        "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "repeats": repeats,
+        "copy_bytes_per_s": rate, "startup_s": startup, "rows": rows, "profiles": profiles,
+    }  # fmt: skip
+
+
+def version_of(package: str) -> str:
+    """Version of an installed package, "none" without it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def device_table(record: dict[str, Any]) -> list[str]:
+    """The rows as lines of text."""
+    base = {row["case"].split()[0]: row for row in record["rows"] if row["case"].endswith("base")}
+    lines = [
+        f"{'case':38} {'tok/s':>7} {'of base':>7} {'ttft':>7} {'tbt':>6} {'p99':>7} {'device':>7} {'roofline':>8} "
+        f"{'share':>5} {'host':>5} {'plan':>5}"
+    ]
+    for row in record["rows"]:
+        own = base.get(row["case"].split()[0])
+        ratio = f"{row['tokens_per_s'] / own['tokens_per_s']:.2f}" if own else ""
+        lines.append(
+            f"{row['case']:38} {row['tokens_per_s']:7.0f} {ratio:>7} {row['ttft_ms']:7.1f} {row['tbt_ms']:6.2f} "
+            f"{row['tbt_p99_ms']:7.2f} {row['device_ms']:7.2f} {row['roofline_ms']:8.2f} {row['of_roofline']:5.2f} "
+            f"{row['host_ms']:5.2f} {row['plan_ms']:5.2f}"
+        )
+    return lines

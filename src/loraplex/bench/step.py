@@ -87,14 +87,21 @@ class StepBench:
     def __init__(self, running: int, waiting: int, adapters: int, steps: int) -> None:
         kv = KvShape(32, 8, 128, 2, 16)
         limits = EngineLimits(
-            kv=kv, num_pages=50_000, max_requests=running, max_model_len=8192, token_budget=8192, vocab_size=VOCAB
+            kv=kv,
+            num_pages=50_000,
+            max_requests=running,
+            max_model_len=8192,
+            token_budget=8192,
+            vocab_size=VOCAB,
         )
         self.running, self.waiting, self.adapters, self.steps = running, waiting, adapters, steps
         self.backend, self.mailbox, self.plans = _Echo(), LocalMailbox(), _Plans()
         self.engine = Engine(limits, self.backend, self.mailbox, MonotonicClock(), self.plans)
         keys = [f"{index:064x}" for index in range(1, adapters + 1)]
         for key in keys:
-            self.mailbox.post(RegisterAdapter(0, key, key, ADAPTER_PAGES, ((16, 128),), (0, 1, 2, 3), 27 << 20))
+            self.mailbox.post(
+                RegisterAdapter(0, key, key, ADAPTER_PAGES, ((16, 128),), (0, 1, 2, 3), 27 << 20)
+            )
         prompt = np.arange(128, dtype="<i4").tobytes()
         sampling = EngineSampling(
             max_tokens=WARM_STEPS + 2 * steps + 200, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0,

@@ -20,7 +20,7 @@ from loraplex.model.fused import FusedOps, TorchFused
 from loraplex.model.linear import Linear
 from loraplex.model.rope import RopeTable, rotate_
 from loraplex.model.spec import DecoderSpec
-from loraplex.model.weights import DecoderWeights, LayerWeights
+from loraplex.model.weights import DecoderWeights
 from loraplex.ops.interface import AdapterOps, RowSet
 
 _QKV = (Module.Q, Module.K, Module.V)

@@ -182,8 +182,6 @@ def score(
     return scores, prompt_scores
 
 
-def _scores(
-    sampler: Sampler, logits: torch.Tensor, index: I32, chosen: torch.Tensor, wanted: I32
-) -> Scores:
+def _scores(sampler: Sampler, logits: torch.Tensor, index: I32, chosen: torch.Tensor, wanted: I32) -> Scores:
     ids, values = sampler.top_logprobs(logits, index, chosen, np.maximum(wanted, 0))
     return Scores(wanted, to_host(ids), to_host(values))

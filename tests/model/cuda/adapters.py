@@ -39,9 +39,7 @@ def random_image(driver: Driver, sort: Sort, seed: int) -> AdapterImage:
     """Values that bfloat16 holds, whatever the driver's type."""
     spec, dtype = driver.runner.decoder.spec, driver.runner.decoder.weights.dtype
     rng = np.random.default_rng(seed)
-    adapter = random_adapter(
-        rng, spec.module_dims(), torch.bfloat16, sort.ranks, sort.modules, sort.vectors
-    )
+    adapter = random_adapter(rng, spec.module_dims(), torch.bfloat16, sort.ranks, sort.modules, sort.vectors)
     image = make_image(adapter, dtype, driver.kv.page_bytes)
     digest = hashlib.sha256(f"{sort}{seed}".encode()).hexdigest()
     return replace(image, kernel_digest=digest)

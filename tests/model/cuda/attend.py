@@ -55,7 +55,9 @@ class PlainBatch:
             lo, hi = self.lengths.indptr[request : request + 2].tolist()
             total = int(self.lengths.totals[request])
             pages = self.owner.inputs.indices[lo:hi].long()
-            own_k, own_v = (side[pages].flatten(0, 1)[:total].transpose(0, 1)[None] for side in (keys, values))
+            own_k, own_v = (
+                side[pages].flatten(0, 1)[:total].transpose(0, 1)[None] for side in (keys, values)
+            )
             mask = torch.ones(rows, total, dtype=torch.bool, device=q.device).tril(total - rows)
             own_q = q[begin : begin + rows].transpose(0, 1)[None]
             result = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=mask, enable_gqa=True)

@@ -8,11 +8,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.model.test_sampler import CPU, arange, open_rows  # noqa: E402
-from tests.model.test_sampler_compiled import random_row  # noqa: E402
+from tests.model.test_sampler import CPU, arange, open_rows
+from tests.model.test_sampler_compiled import random_row
 
-from loraplex.model.cuda.draws import DeviceDraws  # noqa: E402
-from loraplex.model.sampler import Sampler  # noqa: E402
+from loraplex.model.cuda.draws import DeviceDraws
+from loraplex.model.sampler import Sampler
 
 pytestmark = [
     # The interpreter of Triton 3.6 itself turns one-element arrays into scalars.

@@ -10,14 +10,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.model.cuda.adapters import GENERATION, SORTS, load_sorts  # noqa: E402
-from tests.model.cuda.world import plain_executor  # noqa: E402
-from tests.model.drive import Driver, Request  # noqa: E402
-from tests.model.test_runner import code_of, greedy, prompt  # noqa: E402
-from tests.model.tiny import decoder, save  # noqa: E402
+from tests.model.cuda.adapters import GENERATION, SORTS, load_sorts
+from tests.model.cuda.world import plain_executor
+from tests.model.drive import Driver, Request
+from tests.model.test_runner import code_of, greedy, prompt
+from tests.model.tiny import decoder, save
 
-from loraplex.core.plan import StepResult  # noqa: E402
-from loraplex.model.decoder import Decoder  # noqa: E402
+from loraplex.core.plan import StepResult
+from loraplex.model.decoder import Decoder
 
 pytestmark = [
     # The interpreter of Triton 3.6 itself turns one-element arrays into scalars.
@@ -140,7 +140,8 @@ def test_adapters_in_captured_and_mixed_steps_equal_the_torch_family(model: Deco
         driver = Driver(model, 16, slots=6, pages=900, adapters=9, executor=executor)
         load_sorts(driver, SORTS)
         requests = [
-            Request(i, prompt(3 + i, i), adapter=(i, GENERATION) if i else (0, 0), logprobs=3) for i in range(5)
+            Request(i, prompt(3 + i, i), adapter=(i, GENERATION) if i else (0, 0), logprobs=3)
+            for i in range(5)
         ]
         late = Request(5, prompt(4, 9), adapter=(6, GENERATION), logprobs=3)
         steps = [driver.step([(r, len(r.prompt)) for r in requests[:3]])]

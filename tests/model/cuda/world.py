@@ -40,7 +40,9 @@ def plain_executor(kv: KvShape, bounds: PlanBounds, rows: int = 256) -> MakeExec
         rope = RopeAppend(table.pool, kv, table.dtype, spec.heads, angles, inputs)
         attention = PlainAttention(rope, inputs)
         head = GreedyHead(inputs, rows, spec.vocab_size, sampler.sampled)
-        state = TritonState(table, bounds.max_requests, rows, bounds.max_requests, tunings=(TINY_PREFILL, TINY))
+        state = TritonState(
+            table, bounds.max_requests, rows, bounds.max_requests, tunings=(TINY_PREFILL, TINY)
+        )
         table.kernel_state = state
         graphs = DecodeGraphs(
             decoder, inputs, attention, head, state, bucket_sizes(bounds.max_requests), captured=False

@@ -98,7 +98,10 @@ class FlashInferAttention:
             decode = self._decode[self._turn]
             first = int(lengths.indptr[prefills])
             self.plan_decode(
-                decode, lengths.indptr[prefills:] - first, self.inputs.indices[first:], lengths.last[prefills:]
+                decode,
+                lengths.indptr[prefills:] - first,
+                self.inputs.indices[first:],
+                lengths.last[prefills:],
             )
         return FlashInferMixed(self, prefill, decode, doff)
 
@@ -133,9 +136,7 @@ class FlashInferBucket:
         """See `BucketAttention.prepare`. The page list is on the device already, so `plan` gets none."""
         self._turn ^= 1
         owner = self._owner
-        owner.plan_decode(
-            self._wrappers[self._turn], lengths.indptr, owner.inputs.indices[:0], lengths.last
-        )
+        owner.plan_decode(self._wrappers[self._turn], lengths.indptr, owner.inputs.indices[:0], lengths.last)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See `AttentionBatch.run`."""

@@ -90,7 +90,9 @@ class DecodeGraphs:
         todo = [(size, work) for size in reversed(self.buckets) for work in self.kinds]
         for index, (size, work) in enumerate(todo):
             self.prepare(size, KvLengths.padding(size))
-            self._body(size, work)  # lazily made handles and compiled kernels must not be made inside a capture
+            self._body(
+                size, work
+            )  # lazily made handles and compiled kernels must not be made inside a capture
             torch.cuda.current_stream().synchronize()
             graph = torch.cuda.CUDAGraph()
             # Not torch.cuda.graph: it collects garbage and empties the allocator's cache for every capture.

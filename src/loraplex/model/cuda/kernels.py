@@ -9,7 +9,6 @@ Never here: which rows run (the plan), which launch is made when (`inputs`, `exe
 DESIGN 4 "The plan", "One page pool", "Sampling".
 """
 # mypy: ignore-errors
-# ruff: noqa: SIM102
 
 from __future__ import annotations
 

@@ -54,7 +54,11 @@ class PiecewiseSteps:
             return torch.zeros((most, width), dtype=decoder.weights.dtype, device=inputs.device)
 
         self._qkv = rows(spec.q_size + 2 * spec.kv_size)
-        self._attended, self._x, self._residual = rows(spec.q_size), rows(spec.hidden_size), rows(spec.hidden_size)
+        self._attended, self._x, self._residual = (
+            rows(spec.q_size),
+            rows(spec.hidden_size),
+            rows(spec.hidden_size),
+        )
         self._graphs: dict[tuple[int, AdapterWork], list[torch.cuda.CUDAGraph]] = {}
 
     def bucket(self, rows: int) -> int | None:

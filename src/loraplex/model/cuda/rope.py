@@ -30,7 +30,9 @@ class RopeAppend:
         inputs: StepInputs,
     ) -> None:  # fmt: skip
         self._kv, self._heads, self._table, self._inputs = kv, heads, table, inputs
-        self.paged = pool.view(-1).view(dtype).view(-1, kv.layers, 2, kv.page_tokens, kv.kv_heads, kv.head_dim)
+        self.paged = (
+            pool.view(-1).view(dtype).view(-1, kv.layers, 2, kv.page_tokens, kv.kv_heads, kv.head_dim)
+        )
         self._half_block = triton.next_power_of_2(kv.head_dim // 2)
         self._head_block = min(8, triton.next_power_of_2(kv.kv_heads))
         self._blocks = triton.cdiv(heads, self._head_block) + 2 * triton.cdiv(kv.kv_heads, self._head_block)

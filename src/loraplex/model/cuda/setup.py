@@ -168,7 +168,12 @@ class Warmth:
             )
 
     def _run(
-        self, plan: BatchPlan, lengths: KvLengths, attention: StepAttention, backend: str, logit_rows: torch.Tensor
+        self,
+        plan: BatchPlan,
+        lengths: KvLengths,
+        attention: StepAttention,
+        backend: str,
+        logit_rows: torch.Tensor,
     ) -> None:
         inputs = self._executor.inputs
         inputs.send(plan, plan.pack(), lengths, np.zeros((len(plan.requests), 1), np.int32))
@@ -194,8 +199,12 @@ class Warmth:
                 x = torch.zeros((1, dims[modules[0]][0]), dtype=dtype, device=state.table.pool.device)
                 width = sum(dims[module][1] for module in modules)
                 y = torch.zeros((1, width), dtype=dtype, device=state.table.pool.device)
-                name = f"adapter kernels of {', '.join(m.name.lower() for m in modules)} in {phase.name.lower()}"
-                self._timed(name, lambda x=x, y=y, step=step, group=group: shrink_expand(y, x, step, 0, group))
+                name = (
+                    f"adapter kernels of {', '.join(m.name.lower() for m in modules)} in {phase.name.lower()}"
+                )
+                self._timed(
+                    name, lambda x=x, y=y, step=step, group=group: shrink_expand(y, x, step, 0, group)
+                )
 
     @torch.inference_mode()
     def sampling(self, sampled: int) -> None:
