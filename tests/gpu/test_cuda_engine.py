@@ -66,14 +66,14 @@ def factors(seed: int, targets: list[str]) -> dict[str, np.ndarray]:
 def open_llm(root: Path, **options: Any) -> LLM:
     chosen: dict[str, Any] = {
         "device": "cuda", "dtype": "bfloat16", "pool_gb": 0.05, "load_format": "dummy", "max_requests": 16,
-        "token_budget": 64, "max_model_len": 256, "scrub": True,
+        "token_budget": 64, "max_model_len": 512, "scrub": True,
     }  # fmt: skip
     return LLM(root / "base", {"a": root / "a", "b": root / "b"}, **{**chosen, **options})
 
 
 PROMPTS = [np.random.default_rng(i).integers(0, VOCAB, 5 + 9 * i).tolist() for i in range(9)]
 NAMES = [None, "a", "b", "a", None, "b", "a", None, "b"]
-GREEDY = SamplingParams(max_tokens=24, temperature=0.0, logprobs=5, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=120, temperature=0.0, logprobs=5, ignore_eos=True)
 
 
 def same_up_to_ties(first: Sequence[RequestOutput], second: Sequence[RequestOutput]) -> None:
@@ -92,8 +92,8 @@ def same_up_to_ties(first: Sequence[RequestOutput], second: Sequence[RequestOutp
 def test_chunks_preemption_and_both_depths_give_the_requests_own_text(root: Path, depth: int) -> None:
     with open_llm(root) as llm:
         alone = [llm.generate([p], [n], GREEDY)[0] for p, n in zip(PROMPTS, NAMES, strict=True)]
-    # 45 pages of 24 KiB: a few requests fit, so that some are preempted.
-    with open_llm(root, pipeline_depth=depth, pool_gb=45 * 24576 / 2**30) as llm:
+    # 50 pages of 24 KiB: a few requests fit, so that some are preempted.
+    with open_llm(root, pipeline_depth=depth, pool_gb=50 * 24576 / 2**30) as llm:
         together = llm.generate(PROMPTS, NAMES, GREEDY)
         assert llm._built.engine.state.preemptions > 0
         llm._built.engine.check()

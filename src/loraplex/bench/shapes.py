@@ -93,7 +93,7 @@ class SyntheticImages:
         ]  # fmt: skip
         return AdapterImage(
             key="", kernel_digest="", itemsize=base.dtype.itemsize,
-            modules=np.array([(s.layer, s.module, s.rank, scale) for s in shapes], dtype=np.int32),
+            modules=np.array([(s.layer, s.module, s.rank, scale, 0) for s in shapes], dtype=np.int32),
             extents=np.array(table, dtype=np.int32).reshape(-1, EXTENT_COLUMNS),
             pages=pages, checksums=page_checksum(pages),
         )  # fmt: skip
