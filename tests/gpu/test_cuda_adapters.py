@@ -53,9 +53,8 @@ def test_base_rows_keep_their_bits_whatever_runs_beside_them() -> None:
         ]
         steps = [own.step([(requests[0], 7)])]
         own.step([(r, len(r.prompt)) for r in requests[1:]])
-        for _ in range(4):
-            # The first is the base's in scheduler order, and in packed order wherever its group lies.
-            steps.append(own.step([(r, 0) for r in requests]))
+        # The first is the base's in scheduler order, and in packed order wherever its group lies.
+        steps += [own.step([(r, 0) for r in requests]) for _ in range(4)]
         outputs.append([(s.tokens[0], s.logprob_values[:6].tolist()) for s in steps])
     assert all(output == outputs[0] for output in outputs)
 

@@ -332,7 +332,7 @@ def run_device_decode(
         bench.close()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "shape": SHAPE, "dtype": "bfloat16",
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": version_of("triton"),
+        "device": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": version_of("triton"),
         "flashinfer": version_of("flashinfer-python"), "python": platform.python_version(),
         "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "repeats": repeats,
         "copy_bytes_per_s": rate, "startup_s": startup, "rows": rows, "profiles": profiles,
@@ -352,10 +352,10 @@ def version_of(package: str) -> str:
 def device_table(record: dict[str, Any]) -> list[str]:
     """The rows as lines of text."""
     base = {row["case"].split()[0]: row for row in record["rows"] if row["case"].endswith("base")}
-    lines = [
-        f"{'case':38} {'tok/s':>7} {'of base':>7} {'ttft':>7} {'tbt':>6} {'p99':>7} {'device':>7} {'roofline':>8} "
-        f"{'share':>5} {'host':>5} {'plan':>5}"
-    ]
+    head = ("tok/s", "of base", "ttft", "tbt", "p99", "device", "roofline", "share", "host", "plan")
+    widths = (7, 7, 7, 6, 7, 7, 8, 5, 5, 5)
+    titles = " ".join(name.rjust(width) for name, width in zip(head, widths, strict=True))
+    lines = [f"{'case':38} {titles}"]
     for row in record["rows"]:
         own = base.get(row["case"].split()[0])
         ratio = f"{row['tokens_per_s'] / own['tokens_per_s']:.2f}" if own else ""

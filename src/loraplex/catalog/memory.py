@@ -4,7 +4,10 @@ Revisions are immutable and numbered per alias from 1; the catalog's generation 
 names the revision that it expects to replace. Which bytes a revision stands for is its digests; an alias is only a
 name. Not durable: a restart begins with what the command line names.
 
-Specification: 0x01G (catalog identity apart from content), 0x07F (publication by compare-and-set).
+Each tenant has a namespace of aliases. It reaches its own first and then `default`, where the operator's lie; what it
+does not reach does not exist for it, and is answered exactly like a name that nobody has.
+
+Specification: 0x01G (catalog identity apart from content), 0x07F (publication by compare-and-set); DESIGN 4 "Tenants".
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.runtime.prepare import PreparedAdapter
 
+DEFAULT_NAMESPACE: Final = "default"
 _ALIAS: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
 
 
@@ -30,6 +34,7 @@ class Revision:
     generation: int
     source: str
     prepared: PreparedAdapter
+    namespace: str = "default"
 
     @property
     def name(self) -> str:
@@ -81,14 +86,14 @@ def check_alias(alias: str) -> str:
 
 
 class AdapterCatalog:
-    """Current revision of each alias."""
+    """Current revision of each alias of each namespace."""
 
     def __init__(self, reserved: frozenset[str] = frozenset()) -> None:
         """reserved: names that no adapter may take (the base model's)."""
         self.generation = 0
         self._reserved = reserved
-        self._current: dict[str, Revision] = {}
-        self._last: dict[str, int] = {}
+        self._current: dict[tuple[str, str], Revision] = {}
+        self._last: dict[tuple[str, str], int] = {}
 
     def __iter__(self) -> Iterator[Revision]:
         return iter(list(self._current.values()))
@@ -96,11 +101,20 @@ class AdapterCatalog:
     def __len__(self) -> int:
         return len(self._current)
 
-    def get(self, alias: str) -> Revision | None:
-        """Current revision of `alias`, or None."""
-        return self._current.get(alias)
+    def get(self, alias: str, namespace: str = DEFAULT_NAMESPACE) -> Revision | None:
+        """Current revision of `alias` in a namespace, or None."""
+        return self._current.get((namespace, alias))
 
-    def check_new(self, alias: str) -> None:
+    def find(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> Revision | None:
+        """Current revision of what a tenant means by `alias`, or None."""
+        return self.get(alias, tenant) or self.get(alias)
+
+    def visible(self, tenant: str = DEFAULT_NAMESPACE) -> list[Revision]:
+        """What a tenant reaches, by alias."""
+        reached = (self._current[place] for place in self._current if place[0] in (tenant, DEFAULT_NAMESPACE))
+        return sorted((r for r in reached if self.find(r.alias, tenant) is r), key=lambda r: r.alias)
+
+    def check_new(self, alias: str, namespace: str = DEFAULT_NAMESPACE) -> None:
         """Raise unless `alias` could be added."""
         check_alias(alias)
         if alias in self._reserved:
@@ -109,58 +123,67 @@ class AdapterCatalog:
                 f"{alias!r} is the base model's name; choose another alias",
                 param="alias",
             )
-        if alias in self._current:
+        known = self.get(alias, namespace)
+        if known is not None:
             raise CallerError(
                 ErrorCode.ADAPTER_EXISTS,
-                f"adapter {alias!r} is already registered as revision {self._current[alias].revision}; swap it instead",
+                f"adapter {alias!r} is already registered as revision {known.revision}; swap it instead",
                 param="alias",
             )
 
-    def add(self, alias: str, source: str, prepared: PreparedAdapter) -> Revision:
+    def add(
+        self, alias: str, source: str, prepared: PreparedAdapter, namespace: str = DEFAULT_NAMESPACE
+    ) -> Revision:
         """Publish the first revision of an alias; `adapter_exists` when it has one."""
-        self.check_new(alias)
-        return self._publish(alias, source, prepared)
+        self.check_new(alias, namespace)
+        return self._publish(alias, source, prepared, namespace)
 
     def swap(
-        self, alias: str, source: str, prepared: PreparedAdapter, expected: int | None = None
+        self,
+        alias: str,
+        source: str,
+        prepared: PreparedAdapter,
+        expected: int | None = None,
+        namespace: str = DEFAULT_NAMESPACE,
     ) -> tuple[Revision, Revision]:
         """Publish a new revision over the current one; returns (old, new).
 
         expected: the revision that the caller saw; `adapter_revision_conflict` when another one is current.
         """
-        old = self.check_swap(alias, expected)
-        return old, self._publish(alias, source, prepared)
+        old = self.check_swap(alias, expected, namespace)
+        return old, self._publish(alias, source, prepared, namespace)
 
-    def check_swap(self, alias: str, expected: int | None) -> Revision:
+    def check_swap(self, alias: str, expected: int | None, namespace: str = DEFAULT_NAMESPACE) -> Revision:
         """The revision that a swap would replace; raises what `swap` would."""
-        old = self.current(alias)
+        old = self.current(alias, namespace)
         if expected is not None and old.revision != expected:
             raise CallerError(
                 ErrorCode.ADAPTER_REVISION_CONFLICT,
                 f"adapter {alias!r} is at revision {old.revision}, the swap expected {expected}",
+                param="expected_revision",
             )
         return old
 
-    def remove(self, alias: str) -> Revision:
+    def remove(self, alias: str, namespace: str = DEFAULT_NAMESPACE) -> Revision:
         """Take an alias away; it is unknown at once."""
-        revision = self.current(alias)
-        del self._current[alias]
+        revision = self.current(alias, namespace)
+        del self._current[namespace, alias]
         self.generation += 1
         return revision
 
-    def current(self, alias: str) -> Revision:
-        """Current revision of `alias`; `adapter_not_found` otherwise."""
-        revision = self._current.get(alias)
+    def current(self, alias: str, namespace: str = DEFAULT_NAMESPACE) -> Revision:
+        """Current revision of `alias` in a namespace; `adapter_not_found` otherwise."""
+        revision = self.get(alias, namespace)
         if revision is None:
             raise CallerError(
                 ErrorCode.ADAPTER_NOT_FOUND, f"adapter {alias!r} is not registered", param="alias"
             )
         return revision
 
-    def resolve(self, name: str) -> Revision:
-        """What `alias` or `alias@revision` means now; `model_not_found` otherwise."""
+    def resolve(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
+        """What `alias` or `alias@revision` means to a tenant now; `model_not_found` otherwise."""
         alias, at, number = name.partition("@")
-        revision = self._current.get(alias)
+        revision = self.find(alias, tenant)
         if revision is None or (at and number != str(revision.revision)):
             known = f"; its current revision is {revision.revision}" if revision is not None else ""
             raise CallerError(
@@ -172,10 +195,11 @@ class AdapterCatalog:
         """Whether any alias still stands for the semantic digest `key`."""
         return any(revision.key == key for revision in self._current.values())
 
-    def _publish(self, alias: str, source: str, prepared: PreparedAdapter) -> Revision:
+    def _publish(self, alias: str, source: str, prepared: PreparedAdapter, namespace: str) -> Revision:
         self.generation += 1
-        number = self._last.get(alias, 0) + 1
-        self._last[alias] = number
-        revision = Revision(alias, number, self.generation, source, prepared)
-        self._current[alias] = revision
+        place = (namespace, alias)
+        number = self._last.get(place, 0) + 1
+        self._last[place] = number
+        revision = Revision(alias, number, self.generation, source, prepared, namespace)
+        self._current[place] = revision
         return revision

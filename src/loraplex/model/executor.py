@@ -19,7 +19,7 @@ from loraplex.model.attention.interface import AttentionBackend, Histories
 from loraplex.model.cpu_layers import CpuLayers
 from loraplex.model.decoder import Decoder
 from loraplex.model.results import Pending, Scores, Stopwatch, no_scores, to_host
-from loraplex.model.sampler import Sampler
+from loraplex.model.sampler import Sampler, TokenMasks
 from loraplex.ops.dispatch import make_operator
 from loraplex.ops.table import AdapterTable
 
@@ -153,7 +153,7 @@ class TorchExecutor:
         if len(plan.samples):
             index, _, positions, _ = plan.samples.T
             slots = plan.requests[plan.samples[:, 1], 0]
-            tokens = self._sampler.sample(logits, index, slots, positions)
+            tokens = self._sampler.sample(logits, index, slots, positions, masks_of(plan))
         scores, prompt_scores = score(self._sampler, plan, logits, tokens)
         self._samples.note(plan, tokens)
         return Pending(plan, watch, to_host(tokens), to_host(finite), scores, prompt_scores)
@@ -161,6 +161,11 @@ class TorchExecutor:
     def _index(self, values: I32 | np.ndarray) -> torch.Tensor:
         """Host integers as int64 on the device."""
         return torch.from_numpy(values.astype(np.int64)).to(self._device, non_blocking=True)
+
+
+def masks_of(plan: BatchPlan) -> TokenMasks | None:
+    """The plan's token masks, None where it has none."""
+    return TokenMasks(plan.mask_samples, plan.masks) if plan.mask_samples.size else None
 
 
 def wants_scores(plan: BatchPlan) -> bool:

@@ -12,6 +12,7 @@ Specification: 0x01F, 0x03D, 0x03E; DESIGN 4 "The plan", "Frontiers and depth".
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -30,8 +31,8 @@ from loraplex.model.attention.torch_paged import TorchPagedAttention
 from loraplex.model.decoder import Decoder
 from loraplex.model.executor import Executor, TorchExecutor
 from loraplex.model.mirrors import RequestMirrors
-from loraplex.model.residents import Copied, Residents
-from loraplex.model.results import Pending, Stopwatch, to_host
+from loraplex.model.residents import Residents
+from loraplex.model.results import Pending, Stopwatch
 from loraplex.model.sampler import Sampler
 from loraplex.ops.table import AdapterTable
 
@@ -120,6 +121,14 @@ class ModelRunner:
         oldest = self._launched.popleft()
         return (oldest if isinstance(oldest, StepResult) else oldest.finish(self._residents)).pack()
 
+    def close(self) -> None:
+        """Let go of the device's memory; nothing can be launched after this."""
+        del self.executor, self.pool, self.table, self._residents, self.decoder, self.sampler
+        self._launched.clear()
+        gc.collect()  # graphs and wrappers refer to each other
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
@@ -131,13 +140,12 @@ class ModelRunner:
         self.executor.check_references(plan)
         self._residents.check(plan)
         with self._mirrors.step(plan) as tables:
-            copied = [self._host_checksums(copy) for copy in self._residents.apply(plan)]
+            self._residents.apply(plan)
             try:
                 pending = self.executor.execute(plan, packed, tables, watch)
             except BaseException:
                 self.executor.undone(np.unique(np.concatenate([plan.opens[:, 0], plan.page_deltas[:, 0]])))
                 raise
-        pending.copied = copied
         watch.stop()
         return pending
 
@@ -147,8 +155,3 @@ class ModelRunner:
             raise InternalFault(code, f"plan {plan.generation} came after plan {self._last}")
         if any(isinstance(step, StepResult) for step in self._launched):
             raise InternalFault(code, f"plan {plan.generation} builds on a plan that failed")
-
-    def _host_checksums(self, copy: Copied) -> Copied:
-        if copy.checksums is None:
-            return copy
-        return Copied(copy.slot, copy.generation, to_host(copy.checksums), copy.expected)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from loraplex.core.errors import InternalFault
@@ -39,7 +40,7 @@ class Traits:
     @staticmethod
     def of(adapter: ResidentAdapter) -> Traits:
         """Traits of one published adapter."""
-        present = (adapter.index >= 0).any(axis=0)
+        present = np.asarray((adapter.index >= 0).any(axis=0))
         groups = frozenset(index for index, (lo, hi) in enumerate(GROUPS) if present[lo:hi].any())
         outside = bool(present[Module.LM_HEAD] or present[Module.EMBED])
         return Traits(groups, outside or adapter.has(Factor.H))

@@ -19,9 +19,9 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from loraplex.catalog.memory import AdapterCatalog, Revision
+from loraplex.catalog.memory import DEFAULT_NAMESPACE, AdapterCatalog, Revision
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
-from loraplex.core.messages import Inspect, RegisterAdapter, RemoveAdapter
+from loraplex.core.messages import EngineCall, Inspect, RemoveAdapter
 from loraplex.runtime.prepare import PreparedAdapter
 
 Prepare = Callable[[str], Awaitable[PreparedAdapter]]
@@ -30,7 +30,7 @@ Prepare = Callable[[str], Awaitable[PreparedAdapter]]
 class EngineCalls(Protocol):
     """The part of an engine client that adapter administration uses."""
 
-    async def call(self, message: RegisterAdapter | RemoveAdapter | Inspect) -> dict[str, Any]:
+    async def call(self, message: EngineCall) -> dict[str, Any]:
         """Send a call and wait for its reply; the client numbers it. Raises the typed error of the reply."""
         ...
 
@@ -93,18 +93,22 @@ class AdapterService:
         """The catalog's generation."""
         return self._catalog.generation
 
-    def resolve(self, name: str) -> Revision:
-        """What `alias` or `alias@revision` means now; `model_not_found` otherwise."""
-        return self._catalog.resolve(name)
+    def resolve(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
+        """What `alias` or `alias@revision` means to a tenant now; `model_not_found` otherwise."""
+        return self._catalog.resolve(name, tenant)
 
-    def current(self, alias: str) -> Revision:
-        """Current revision of an alias; `adapter_not_found` otherwise."""
-        return self._catalog.current(alias)
+    def find(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> Revision | None:
+        """Current revision of what a tenant means by `alias`, or None."""
+        return self._catalog.find(alias, tenant)
+
+    def visible(self, tenant: str = DEFAULT_NAMESPACE) -> list[Revision]:
+        """What a tenant may use and list, by alias."""
+        return self._catalog.visible(tenant)
 
     @contextmanager
-    def bind(self, name: str) -> Iterator[Revision]:
+    def bind(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Iterator[Revision]:
         """Resolve once and hold: the revision stays registered with the engine until the context ends."""
-        revision = self._catalog.resolve(name)
+        revision = self._catalog.resolve(name, tenant)
         self._bound[revision.key] += 1
         try:
             yield revision
@@ -115,36 +119,40 @@ class AdapterService:
                 if revision.key in self._retiring:
                     self._retiring[revision.key][1].set()
 
-    async def add(self, alias: str, source: str) -> Revision:
-        """Publish the first revision of a new alias; `adapter_exists` when it has one."""
-        self._catalog.check_new(alias)
+    async def add(self, alias: str, source: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
+        """Publish the first revision of a new alias; `adapter_exists` when it has one. tenant: whose namespace."""
+        self._catalog.check_new(alias, tenant)
         async with self._prepared(source) as prepared, self._change:
-            self._catalog.check_new(alias)
+            self._catalog.check_new(alias, tenant)
             await self._register(prepared)
-            return self._catalog.add(alias, source, prepared)
+            return self._catalog.add(alias, source, prepared, tenant)
 
-    async def swap(self, alias: str, source: str, expected: int | None = None) -> Revision:
+    async def swap(
+        self, alias: str, source: str, expected: int | None = None, tenant: str = DEFAULT_NAMESPACE
+    ) -> Revision:
         """Publish a new revision of an alias. expected: the revision to replace; another one is a conflict."""
-        self._check_expected(alias, expected)
+        self._catalog.check_swap(alias, expected, tenant)
         async with self._prepared(source) as prepared, self._change:
-            return await self._swap(alias, source, prepared, expected)
+            return await self._swap(alias, source, prepared, expected, tenant)
 
-    async def put(self, alias: str, source: str, expected: int | None = None) -> Revision:
+    async def put(
+        self, alias: str, source: str, expected: int | None = None, tenant: str = DEFAULT_NAMESPACE
+    ) -> Revision:
         """`add` a new alias, `swap` a known one; with `expected`, only a known one."""
-        if self._catalog.get(alias) is None and expected is None:
-            self._catalog.check_new(alias)
+        if self._catalog.get(alias, tenant) is None and expected is None:
+            self._catalog.check_new(alias, tenant)
         else:
-            self._check_expected(alias, expected)
+            self._catalog.check_swap(alias, expected, tenant)
         async with self._prepared(source) as prepared, self._change:
-            if self._catalog.get(alias) is not None or expected is not None:
-                return await self._swap(alias, source, prepared, expected)
+            if self._catalog.get(alias, tenant) is not None or expected is not None:
+                return await self._swap(alias, source, prepared, expected, tenant)
             await self._register(prepared)
-            return self._catalog.add(alias, source, prepared)
+            return self._catalog.add(alias, source, prepared, tenant)
 
-    async def remove(self, alias: str) -> Revision:
+    async def remove(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
         """Take an alias away. It is unknown at once; its adapter leaves the engine when nothing uses it any more."""
         async with self._change:
-            revision = self._catalog.remove(alias)
+            revision = self._catalog.remove(alias, tenant)
             self._retire_later(revision)
             return revision
 
@@ -160,15 +168,15 @@ class AdapterService:
                     failed[revision.alias] = error
         return failed
 
-    async def describe(self, alias: str) -> dict[str, Any]:
-        """One adapter with the engine's view of it (DESIGN 5)."""
-        revision = self._catalog.current(alias)
+    async def describe(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> dict[str, Any]:
+        """One adapter of a tenant's own with the engine's view of it (DESIGN 5)."""
+        revision = self._catalog.current(alias, tenant)
         return revision.describe(await self._engine.call(Inspect(0)))
 
-    async def describe_all(self) -> list[dict[str, Any]]:
-        """Every adapter, by alias."""
+    async def describe_all(self, tenant: str = DEFAULT_NAMESPACE) -> list[dict[str, Any]]:
+        """Every adapter that a tenant may list, by alias."""
         figures = await self._engine.call(Inspect(0))
-        return [revision.describe(figures) for revision in sorted(self._catalog, key=lambda r: r.alias)]
+        return [revision.describe(figures) for revision in self.visible(tenant)]
 
     async def settled(self) -> None:
         """Wait until nothing is on its way out of the engine."""
@@ -182,21 +190,12 @@ class AdapterService:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _check_expected(self, alias: str, expected: int | None) -> None:
-        current = self._catalog.current(alias)
-        if expected is not None and current.revision != expected:
-            raise CallerError(
-                ErrorCode.ADAPTER_REVISION_CONFLICT,
-                f"adapter {alias!r} is at revision {current.revision}, the swap expected {expected}",
-                param="expected_revision",
-            )
-
     async def _swap(
-        self, alias: str, source: str, prepared: PreparedAdapter, expected: int | None
+        self, alias: str, source: str, prepared: PreparedAdapter, expected: int | None, tenant: str
     ) -> Revision:
-        self._check_expected(alias, expected)
+        self._catalog.check_swap(alias, expected, tenant)
         await self._register(prepared)
-        old, new = self._catalog.swap(alias, source, prepared, expected)
+        old, new = self._catalog.swap(alias, source, prepared, expected, tenant)
         self._retire_later(old)
         return new
 

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from loraplex.artifact.tensors import Dtype
 from loraplex.config import EngineConfig
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
-from loraplex.core.ports import Backend, Clock, EventSink, ImageSource, Mailbox
+from loraplex.core.ports import Backend, Clock, EventSink, ImageSource, Loader, Mailbox
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.step import Engine
 from loraplex.runtime.base import BaseModel, describe_base, read_config
+from loraplex.runtime.grammars import load_grammars
 from loraplex.runtime.images import ImageStore
+from loraplex.runtime.loader import InlineLoader, LoaderProcess, host_folder
 from loraplex.runtime.text import load_tokenizer
 from loraplex.runtime.worker import PlanLog, ProcessBackend
 
 DEFAULT_POOL_GB_CPU: Final = 1.0
 DEFAULT_MODEL_LEN_CPU: Final = 8192
 GIB: Final = 1 << 30
+NICE: Final = 10
+"""How much a loader on the host of a CPU engine yields to its steps."""
 
 
 @dataclass(slots=True)
@@ -68,9 +75,37 @@ def build_engine(
     name, sentence = _dtype(config)
     base = describe_model(config)
     notes = [sentence, _warm_up(config)]
-    backend, sizes, close = make_backend(config, base, images)
-    engine = Engine(sizes, backend, mailbox, clock, events)
-    return BuiltEngine(engine, base, sizes, name, eos_ids(Path(config.model)), notes, close)
+    with ExitStack() as held:
+        if images is None:
+            loader, config, host_bytes, said = make_loader(config, held)
+            notes += said
+        else:
+            loader, host_bytes = None, None
+        backend, sizes, close = make_backend(config, base, images)
+        held.callback(close)
+        sizes = replace(sizes, host_bytes=host_bytes)
+        ends = eos_ids(Path(config.model))
+        grammars = load_grammars(Path(config.model), base.spec.vocab_size, ends)
+        engine = Engine(sizes, backend, mailbox, clock, events, grammars=grammars, loader=loader)
+        let_go = held.pop_all().close
+    return BuiltEngine(engine, base, sizes, name, ends, notes, let_go)
+
+
+def make_loader(
+    config: EngineConfig, held: ExitStack
+) -> tuple[Loader | None, EngineConfig, int | None, list[str]]:
+    """The loader that the configuration names, the configuration that goes with it, its bytes, and what to say of it.
+
+    held: what is let go of with the engine.
+    """
+    wanted = None if config.host_gb is None else int(config.host_gb * GIB)
+    if config.loader == "inline":
+        return InlineLoader(ImageStore(Path(config.images_dir))), config, wanted, []
+    folder, limit, sentence = held.enter_context(host_folder(Path(config.images_dir), wanted))
+    loader = LoaderProcess(config.images_dir, folder, NICE if config.device == "cpu" else 0)
+    held.callback(loader.close)
+    config = msgspec.structs.replace(config, host_dir=str(folder))
+    return loader, config, limit, [sentence]
 
 
 def describe_model(config: EngineConfig) -> BaseModel:
@@ -110,8 +145,7 @@ def make_backend(
         backend: Backend = worker
         close: Callable[[], None] = worker.close
     else:
-        backend, sizes = make_runner(config, base, images)
-        close = _nothing
+        backend, sizes, close = make_runner(config, base, images)
     if config.plan_log is None:
         return backend, sizes, close
     log = PlanLog(Path(config.plan_log), backend)
@@ -129,17 +163,21 @@ def _nothing() -> None:
 
 def make_runner(
     config: EngineConfig, base: BaseModel, images: ImageSource | None = None
-) -> tuple[Backend, EngineLimits]:
-    """Weights, pool and runner in this process, and the sizes that follow. With `scrub`, the pool starts poisoned."""
+) -> tuple[Backend, EngineLimits, Callable[[], None]]:
+    """Weights, pool and runner in this process, the sizes that follow, and what lets go of the device.
+
+    With `scrub`, the pool starts poisoned.
+    """
     import torch
 
     folder = Path(config.model)
-    source = images or ImageStore(Path(config.images_dir))
+    source = images or ImageStore(Path(config.host_dir or config.images_dir))
     vocab = sampled_vocab(folder, base)
     if config.device == "cuda":
         from loraplex.runtime.cuda import cuda_runner
 
-        return cuda_runner(config, base, partial(engine_limits, config, base), source, vocab)
+        runner, sizes = cuda_runner(config, base, partial(engine_limits, config, base), source, vocab)
+        return runner, sizes, runner.close
 
     from loraplex.model.decoder import Decoder
     from loraplex.model.runner import ModelRunner, allocate_pool
@@ -153,7 +191,11 @@ def make_runner(
         weights = load_weights(folder, base.spec, dtype, device)
     decoder = Decoder(base.spec, weights, sizes.max_model_len)
     pool = allocate_pool(sizes.num_pages, sizes.kv.page_bytes, device, poison=config.scrub)
-    return ModelRunner(decoder, sizes.kv, sizes.bounds, source, sampled_vocab=vocab, pool=pool), sizes
+    return (
+        ModelRunner(decoder, sizes.kv, sizes.bounds, source, sampled_vocab=vocab, pool=pool),
+        sizes,
+        _nothing,
+    )
 
 
 def engine_limits(config: EngineConfig, base: BaseModel, pool_bytes: int | None = None) -> EngineLimits:
@@ -195,6 +237,7 @@ def engine_limits(config: EngineConfig, base: BaseModel, pool_bytes: int | None 
         vocab_size=base.spec.vocab_size,
         depth=config.pipeline_depth,
         scrub=config.scrub,
+        adapter_pages=int(config.adapter_share * (pages - 1)),
     )
 
 

@@ -14,11 +14,12 @@ import multiprocessing
 import os
 import signal
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 
-from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.errors import CapacityError, ErrorCode, InternalFault
 from loraplex.runtime.base import BaseModel
 from loraplex.runtime.images import ImageStore
 from loraplex.runtime.prepare import PreparedAdapter, prepare_adapter
@@ -33,9 +34,10 @@ _store: ImageStore | None = None
 def _begin(base: BaseModel, images_dir: str) -> None:
     """Runs once in the child: what every preparation needs lies in its globals."""
     global _base, _store
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM):  # to a whole group they are the parent's to act on
+        signal.signal(signum, signal.SIG_IGN)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(_NICE)
     _base, _store = base, ImageStore(images_dir)
 
@@ -54,6 +56,7 @@ class PreparePool:
         self._base = base
         self._images_dir = str(Path(images_dir))
         self._pool: ProcessPoolExecutor | None = None
+        self._pid: Future[int] | None = None
 
     async def __call__(self, source: str) -> PreparedAdapter:
         """`prepare_adapter(source)` in the child. Raises what it raises; `adapter_load_failed` when the child died."""
@@ -64,9 +67,17 @@ class PreparePool:
                 initializer=_begin,
                 initargs=(self._base, self._images_dir),
             )
+            self._pid = self._pool.submit(os.getpid)
         pool = self._pool
         try:
             return await asyncio.wrap_future(pool.submit(_prepare, source))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise CapacityError(
+                ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one"
+            ) from None  # `close` withdrew what the child had not begun
         except BrokenProcessPool as error:
             if self._pool is pool:
                 self._pool = None
@@ -76,7 +87,11 @@ class PreparePool:
             ) from error
 
     def close(self) -> None:
-        """End the child; a preparation in hand is finished first."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
+        """End the child at once, with the preparation that it may have in hand; waits for nothing."""
+        if self._pool is None:
+            return
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._pid is not None and self._pid.done() and not self._pid.cancelled():
+            with suppress(ProcessLookupError, BrokenProcessPool):
+                os.kill(self._pid.result(), signal.SIGKILL)
+        self._pool = None

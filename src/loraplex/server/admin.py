@@ -5,17 +5,20 @@ Specification: DESIGN 5 "HTTP".
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 from urllib.parse import unquote
 
 from loraplex.catalog.memory import Revision
-from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.messages import Inspect
 from loraplex.runtime.adapters import local_source
 from loraplex.server.metrics import CONTENT_TYPE
 from loraplex.server.routing import Call
 from loraplex.server.wire import LoadLoraAdapter, PutAdapter, UnloadLoraAdapter, decode
 
+INSPECT_S = 2.0
+"""How long `/metrics` waits for the engine: less than a scraper does."""
 ACTIONS = ("pin", "unpin", "prefetch", "revoke")
 
 
@@ -33,18 +36,32 @@ async def ready(call: Call) -> None:
 async def metrics(call: Call) -> None:
     """Prometheus exposition."""
     service = call.service
-    figures = await service.client.call(Inspect(0)) if service.ready else None
+    figures = await _figures_soon(call) if service.ready else None
     await call.exchange.respond(200, call.site.metrics.render(service.ready, figures), CONTENT_TYPE)
 
 
+async def _figures_soon(call: Call) -> dict[str, Any] | None:
+    """The engine's figures, or None when it does not answer soon: whoever scrapes must hear of an engine that hangs."""
+    try:
+        async with asyncio.timeout(INSPECT_S):
+            return await call.service.client.call(Inspect(0))
+    except (TimeoutError, LoraplexError):
+        return None
+
+
 async def residency(call: Call) -> None:
-    """The engine's figures: pages, requests, and where each adapter is, with the names that stand for it."""
+    """The engine's figures: pages, requests, and where each adapter is that the caller may list, with its names."""
     call.service.require_ready()
     figures = await call.service.client.call(Inspect(0))
     names: dict[str, list[str]] = {}
-    for revision in call.service.adapters:
+    for revision in call.service.adapters.visible(call.caller.tenant):
         names.setdefault(revision.key, []).append(revision.name)
-    adapters = [{**entry, "names": sorted(names.get(entry["key"], ()))} for entry in figures["adapters"]]
+    everything = call.caller.operator
+    adapters = [
+        {**entry, "names": sorted(names.get(entry["key"], ()))}
+        for entry in figures["adapters"]
+        if everything or entry["key"] in names
+    ]
     await call.exchange.answer(
         {**figures, "adapters": adapters, "catalog_generation": call.service.adapters.generation}
     )
@@ -63,8 +80,8 @@ def _model(call: Call, name: str, revision: Revision | None) -> dict[str, Any]:
 
 
 async def list_models(call: Call) -> None:
-    """The base, then every alias."""
-    revisions = sorted(call.service.adapters, key=lambda revision: revision.alias)
+    """The base, then every alias that the caller may use."""
+    revisions = call.service.adapters.visible(call.caller.tenant)
     models = [_model(call, call.service.base_name, None)]
     models += [_model(call, revision.alias, revision) for revision in revisions]
     await call.exchange.answer({"object": "list", "data": models})
@@ -73,22 +90,44 @@ async def list_models(call: Call) -> None:
 async def get_model(call: Call) -> None:
     """One model by base name, alias or alias@revision."""
     name = unquote(call.rest)
-    revision = None if name == call.service.base_name else call.service.adapters.resolve(name)
+    revision = (
+        None if name == call.service.base_name else call.service.adapters.resolve(name, call.caller.tenant)
+    )
     await call.exchange.answer(_model(call, name, revision))
 
 
 async def list_adapters(call: Call) -> None:
-    """Every adapter."""
+    """Every adapter that the caller may list."""
     call.service.require_ready()
-    await call.exchange.answer({"object": "list", "data": await call.service.adapters.describe_all()})
+    listed = await call.service.adapters.describe_all(call.caller.tenant)
+    await call.exchange.answer({"object": "list", "data": listed})
+
+
+def _found(call: Call, alias: str) -> Revision:
+    """What the caller means by an alias; one that it may not list does not exist for it."""
+    revision = call.service.adapters.find(alias, call.caller.tenant)
+    if revision is None:
+        raise CallerError(ErrorCode.ADAPTER_NOT_FOUND, f"adapter {alias!r} is not registered", param="alias")
+    return revision
+
+
+def _owned(call: Call, alias: str) -> str:
+    """The alias, if the caller may change it. Others' do not exist for it; the operator's it may only use."""
+    call.caller.require_admin()
+    if _found(call, alias).namespace != call.caller.tenant:
+        raise CallerError(
+            ErrorCode.FORBIDDEN,
+            f"adapter {alias!r} is the operator's; it can be used, not changed",
+            param="alias",
+        )
+    return alias
 
 
 async def get_adapter(call: Call) -> None:
     """One adapter."""
-    alias = unquote(call.rest)
-    call.service.adapters.current(alias)
+    revision = _found(call, unquote(call.rest))
     call.service.require_ready()
-    await call.exchange.answer(await call.service.adapters.describe(alias))
+    await call.exchange.answer(await call.service.adapters.describe(revision.alias, revision.namespace))
 
 
 async def put_adapter(call: Call) -> None:
@@ -97,17 +136,17 @@ async def put_adapter(call: Call) -> None:
     request = decode(await call.exchange.body(), PutAdapter)
     call.service.require_ready()
     source = local_source(request.source, call.service.config.adapter_dirs)
-    adapters, alias = call.service.adapters, unquote(call.rest)
-    revision = await adapters.put(alias, source, request.expected_revision)
+    adapters, alias, tenant = call.service.adapters, unquote(call.rest), call.caller.tenant
+    revision = await adapters.put(alias, source, request.expected_revision, tenant=tenant)
     call.exchange.facts["model"] = revision.name
-    await call.exchange.answer(await adapters.describe(alias), 201 if revision.revision == 1 else 200)
+    await call.exchange.answer(await adapters.describe(alias, tenant), 201 if revision.revision == 1 else 200)
 
 
 async def delete_adapter(call: Call) -> None:
     """Take an alias away."""
-    call.caller.require_admin()
+    alias = _owned(call, unquote(call.rest))
     call.service.require_ready()
-    revision = await call.service.adapters.remove(unquote(call.rest))
+    revision = await call.service.adapters.remove(alias, tenant=call.caller.tenant)
     await call.exchange.answer({"alias": revision.alias, "revision": revision.revision, "deleted": True})
 
 
@@ -117,7 +156,7 @@ async def adapter_action(call: Call) -> None:
     alias, _, action = call.rest.rpartition("/")
     if action not in ACTIONS or not alias:
         raise CallerError(ErrorCode.NOT_FOUND, f"{call.exchange.path} is not served")
-    call.service.adapters.current(unquote(alias))
+    _owned(call, unquote(alias))
     raise CallerError(
         ErrorCode.UNSUPPORTED_OPTION, f"{action} is not supported by this server yet", param=action
     )
@@ -129,7 +168,7 @@ async def load_lora_adapter(call: Call) -> None:
     request = decode(await call.exchange.body(), LoadLoraAdapter)
     call.service.require_ready()
     source = local_source(request.lora_path, call.service.config.adapter_dirs)
-    revision = await call.service.adapters.add(request.lora_name, source)
+    revision = await call.service.adapters.add(request.lora_name, source, tenant=call.caller.tenant)
     call.exchange.facts["model"] = revision.name
     await _success(call, f"Success: LoRA adapter '{revision.alias}' added successfully.")
 
@@ -139,7 +178,8 @@ async def unload_lora_adapter(call: Call) -> None:
     call.caller.require_admin()
     request = decode(await call.exchange.body(), UnloadLoraAdapter)
     call.service.require_ready()
-    revision = await call.service.adapters.remove(request.lora_name)
+    alias = _owned(call, request.lora_name)
+    revision = await call.service.adapters.remove(alias, tenant=call.caller.tenant)
     await _success(call, f"Success: LoRA adapter '{revision.alias}' removed successfully.")
 
 

@@ -50,18 +50,21 @@ class ServedModel:
 
 
 @contextmanager
-def bind_model(service: Service, name: str) -> Iterator[ServedModel]:
-    """Resolve a `model` field once and hold what it means. Raises `model_not_found`."""
+def bind_model(service: Service, name: str, tenant: str) -> Iterator[ServedModel]:
+    """Resolve a tenant's `model` field once and hold what it means. Raises `model_not_found`."""
     if name == service.base_name:
         yield ServedModel(name, None, str(service.engine_info["base_abi"]))
         return
-    with service.adapters.bind(name) as revision:
+    with service.adapters.bind(name, tenant) as revision:
         yield ServedModel(revision.name, revision.key, revision.key)
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to generate: for each prompt, `params.n` samples. Times in nanoseconds of the service's clock, 0 is none."""
+    """What to generate: for each prompt, `params.n` samples. Times in nanoseconds of the service's clock, 0 is none.
+
+    grammar: what every sample must follow, if anything.
+    """
 
     request_id: str
     prompts: Sequence[Sequence[int]]
@@ -70,6 +73,7 @@ class Job:
     priority: int
     arrival_ns: int
     deadline_ns: int
+    grammar: str | None = None
 
 
 def urgency(request: GenerationFields, arrival_ns: int) -> tuple[int, int]:
@@ -257,6 +261,7 @@ class Generation:
                 priority=job.priority,
                 arrival_ns=job.arrival_ns,
                 deadline_ns=job.deadline_ns,
+                grammar=job.grammar,
             )
             for index in range(len(job.prompts) * job.params.n)
         ]

@@ -23,7 +23,7 @@ from loraplex.model.cuda.heads import GreedyHead
 from loraplex.model.cuda.inputs import KvLengths, StepInputs
 from loraplex.model.cuda.pieces import PiecewiseSteps
 from loraplex.model.decoder import Decoder
-from loraplex.model.executor import SampleLog, score, wants_scores
+from loraplex.model.executor import SampleLog, masks_of, score, wants_scores
 from loraplex.model.results import Pending, Stopwatch, no_scores, to_host
 from loraplex.model.sampler import Sampler
 from loraplex.ops.dispatch import TRITON, make_operator
@@ -127,11 +127,12 @@ class CudaExecutor:
     def _answer(self, plan: BatchPlan, logits: torch.Tensor, watch: Stopwatch) -> Pending:
         inputs, count = self.inputs, len(plan.samples)
         slots = plan.requests[plan.samples[:, 1], 0]
-        if count and not self._sampler.takes_best(slots):
+        if count and (plan.mask_samples.size or not self._sampler.takes_best(slots)):
             index = torch.from_numpy(plan.samples[:, 0].astype(np.int64)).to(inputs.device, non_blocking=True)
             rows = logits.index_select(0, index).float()
             order = np.arange(count, dtype=np.int32)
-            inputs.sampled[:count] = self._sampler.sample(rows, order, slots, plan.samples[:, 2]).int()
+            drawn = self._sampler.sample(rows, order, slots, plan.samples[:, 2], masks_of(plan))
+            inputs.sampled[:count] = drawn.int()
         scores, prompt_scores = no_scores(count), no_scores(0)
         if wants_scores(plan):
             scores, prompt_scores = score(self._sampler, plan, logits, inputs.sampled[:count].long())

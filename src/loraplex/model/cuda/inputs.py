@@ -153,7 +153,13 @@ class StepInputs:
     def _shortened(self, plan: BatchPlan) -> I32:
         """The plan's words without what stays on the host: sampling state, and as a last resort the page deltas."""
         short = replace(
-            plan, opens=empty(len(OPEN_COLUMNS)), open_bias=empty(2), open_history=empty(), copy_pages=empty()
+            plan,
+            opens=empty(len(OPEN_COLUMNS)),
+            open_bias=empty(2),
+            open_history=empty(),
+            copy_pages=empty(),
+            mask_samples=empty(),
+            mask_words=empty(),
         )
         words = np.frombuffer(short.pack(), dtype=np.int32)
         if words.size > STAGED_WORDS:

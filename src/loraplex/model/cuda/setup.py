@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -164,7 +165,7 @@ class Warmth:
         for backend in attention.backends:
             self._timed(
                 f"attention on {backend}, {plan.rows} rows",
-                lambda backend=backend: self._run(plan, lengths, attention, backend, logit_rows),
+                partial(self._run, plan, lengths, attention, backend, logit_rows),
             )
 
     def _run(
@@ -215,7 +216,7 @@ class Warmth:
         options["temperature"], options["top_p"] = 1.0, 1.0
         draws = DeviceDraws(device)
         index = np.zeros(1, dtype=np.int64)
-        self._timed("sampling", lambda: _discard(draws.draw(logits, index, sampled, options)))
+        self._timed("sampling", partial(draws.draw, logits, index, sampled, options))
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -224,12 +225,8 @@ class Warmth:
         self._executor.graphs.capture(pool, self._report)
         self._executor.pieces.capture(pool, self._report)
 
-    def _timed(self, what: str, run: Callable[[], None]) -> None:
+    def _timed(self, what: str, run: Callable[[], object]) -> None:
         started = time.perf_counter()
         run()
         torch.cuda.current_stream().synchronize()
         self._report(f"{what}: ready after {time.perf_counter() - started:.1f} s")
-
-
-def _discard(tokens: torch.Tensor) -> None:
-    """What a warm-up drew is of no use."""
