@@ -203,9 +203,7 @@ class Warmth:
                 name = (
                     f"adapter kernels of {', '.join(m.name.lower() for m in modules)} in {phase.name.lower()}"
                 )
-                self._timed(
-                    name, lambda x=x, y=y, step=step, group=group: shrink_expand(y, x, step, 0, group)
-                )
+                self._timed(name, partial(shrink_expand, y, x, step, 0, group))
 
     @torch.inference_mode()
     def sampling(self, sampled: int) -> None:
