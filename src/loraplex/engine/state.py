@@ -157,6 +157,7 @@ class EngineState:
         """Take an adapter out of the registered ones; `call_id` hears when it has left."""
         del self.adapters[entry.key]
         self.pinned.pop(entry.key, None)
+        entry.pin_count = 0  # a pin follows the name, and this revision has none any more
         entry.removing = True
         self.departing.append((entry, call_id))
 

@@ -86,12 +86,13 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Launched:
-    """A plan on the compute stream. result: set when it has run."""
+    """A plan on the compute stream. result: set when it has run. doomed: a plan before it failed."""
 
     data: bytes
     end_ns: int
     copies: list[_Copy]
     result: StepResult | None = None
+    doomed: bool = False
 
 
 class VirtualDevice:
@@ -130,7 +131,6 @@ class VirtualDevice:
         self._compute_free_ns = self._copy_free_ns = 0
         self._started: dict[int, int] = {}
         self._unreported: list[tuple[int, tuple[int, int, int]]] = []
-        self._failed = False
 
     # ------------------------------------------------------------ the port
 
@@ -143,7 +143,6 @@ class VirtualDevice:
             self.on_plan(unpacked, plan)
         refusal = self._refusal(unpacked)
         if refusal is not None:
-            self._failed = True
             self._launched.append(_Launched(plan, self.clock.now, [], refusal))
             return
         copies = self._planned_copies(unpacked)
@@ -165,7 +164,7 @@ class VirtualDevice:
         """What is wrong with a plan before anything of it starts: itself, or a failure that it did not know of."""
         try:
             check_plan(plan, self.bounds)
-            if self._failed:
+            if any(earlier.result is not None and earlier.result.error.size for earlier in self._launched):
                 raise InternalFault(ErrorCode.STALE_PLAN_GENERATION, BUILT_ON_FAILURE)
             if plan.generation in self.faults.stale_plans:
                 raise InternalFault(ErrorCode.STALE_KV_FRONTIER, INJECTED)
@@ -181,8 +180,6 @@ class VirtualDevice:
         assert result is not None
         if not result.error.size:
             result = self._with_copies(result)
-        elif not self._launched:
-            self._failed = False
         if self.on_result is not None:
             self.on_result(result)
         return result.pack()
@@ -263,14 +260,15 @@ class VirtualDevice:
     def _execute(self, launched: _Launched) -> None:
         plan = BatchPlan.unpack(launched.data)
         try:
+            if launched.doomed:
+                raise InternalFault(ErrorCode.STALE_PLAN_GENERATION, BUILT_ON_FAILURE)
             launched.result = self._run(plan, launched.copies)
         except InternalFault as fault:
-            self._failed = True
+            for later in self._launched:
+                later.doomed |= later.result is None
             launched.result = StepResult.failure(plan.generation, f"{fault.code.value}: {fault.message}")
 
     def _run(self, plan: BatchPlan, copies: list[_Copy]) -> StepResult:
-        if self._failed:
-            raise InternalFault(ErrorCode.STALE_PLAN_GENERATION, BUILT_ON_FAILURE)
         self._check_mirrors(plan)
         self._apply_deltas(plan)
         for copy in filter(self._begins, copies):
