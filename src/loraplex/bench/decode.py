@@ -1,7 +1,8 @@
 """`loraplex bench decode`: output tokens per second of base and adapters, beside peers in the same run.
 
 Times on a shared CPU are noise, so the engines take turns in every repeat, and each row carries its ratio to our own base
-and to each peer's same row, as medians of the ratios of single turns. Prompts are random token ids, output is greedy and
+and to each peer's same row, as medians of the ratios of single turns. Where other work takes the cores away, tokens per
+second of processor time say more: the same ratios are given for those. Prompts are random token ids, output is greedy and
 ignores end-of-sequence, so that all do the same work.
 """
 
@@ -54,6 +55,8 @@ class DecodeRow:
     slowest: float
     fastest: float
     turns: list[float] = field(default_factory=list)
+    cpu_turns: list[float] = field(default_factory=list)
+    """Tokens per second of processor time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,15 @@ def run_decode(options: DecodeOptions, report: Callable[[str], None]) -> list[De
         cases = _cases(options, len(adapters))
         turns = _measure(options, cases, engines, ours.vocab, report)
     return [
-        DecodeRow(case, engine, statistics.median(rates), min(rates), max(rates), rates)
+        DecodeRow(
+            case,
+            engine,
+            statistics.median(wall for wall, _ in rates),
+            min(rates)[0],
+            max(rates)[0],
+            [wall for wall, _ in rates],
+            [cpu for _, cpu in rates],
+        )
         for (engine, case), rates in turns.items()
     ]
 
@@ -147,19 +158,22 @@ def work_of(options: DecodeOptions, case: DecodeCase, vocab: int, seed: int) -> 
 def _measure(
     options: DecodeOptions, cases: Sequence[DecodeCase], engines: Sequence[Engine], vocab: int,
     report: Callable[[str], None],
-) -> dict[tuple[str, str], list[float]]:  # fmt: skip
-    """Tokens per second of every turn, by (engine, case); one turn of each is not counted."""
-    turns: dict[tuple[str, str], list[float]] = {}
+) -> dict[tuple[str, str], list[tuple[float, float]]]:  # fmt: skip
+    """Tokens per second of wall and of processor time of every turn, by (engine, case); one turn of each is not counted."""
+    turns: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for repeat in range(options.repeats + 1):
         for case in dict.fromkeys(cases):
             work = work_of(options, case, vocab, repeat)
             for engine in engines:
-                started = time.perf_counter()
+                if case.mixed and engine.name == Vllm.name:
+                    continue  # its target is a static batch
+                started, used = time.perf_counter(), engine.cpu_seconds()
                 tokens = engine.generate(work)
-                rate = tokens / (time.perf_counter() - started)
+                wall, cpu = time.perf_counter() - started, engine.cpu_seconds() - used
                 if repeat:
-                    turns.setdefault((engine.name, case.name), []).append(rate)
-                    report(f"{engine.name} {case.name}: {rate:.1f} tokens/s")
+                    rates = (tokens / wall, tokens / cpu if cpu else 0.0)
+                    turns.setdefault((engine.name, case.name), []).append(rates)
+                    report(f"{engine.name} {case.name}: {rates[0]:.1f} tokens/s, {rates[1]:.1f} a CPU second")
     return turns
 
 
@@ -172,12 +186,14 @@ def _use_all_cores() -> None:
 
 
 def _ratio(row: DecodeRow, other: DecodeRow | None) -> str:
-    """Median of the ratios of single turns, or of the medians where turns are not known."""
+    """Median of the ratios of single turns (and of processor time), or of the medians where turns are not known."""
     if other is None:
         return ""
-    if row.turns and len(row.turns) == len(other.turns):
-        return f"{statistics.median(a / b for a, b in zip(row.turns, other.turns, strict=True)):.2f}"
-    return f"{row.tokens_per_s / other.tokens_per_s:.2f}"
+    if not row.turns or len(row.turns) != len(other.turns):
+        return f"{row.tokens_per_s / other.tokens_per_s:.2f}"
+    wall = statistics.median(a / b for a, b in zip(row.turns, other.turns, strict=True))
+    pairs = [(a, b) for a, b in zip(row.cpu_turns, other.cpu_turns, strict=True) if b]
+    return f"{wall:.2f} ({statistics.median(a / b for a, b in pairs):.2f})" if pairs else f"{wall:.2f}"
 
 
 HEAD: Final = ("case", "loraplex tok/s", "transformers+PEFT", "ratio", "vllm", "ratio", "of our base")

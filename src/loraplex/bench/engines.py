@@ -7,7 +7,9 @@ driven, nothing of what is measured.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,10 @@ class Engine(Protocol):
         """Answer every request; the number of tokens that were asked for."""
         ...
 
+    def cpu_seconds(self) -> float:
+        """Processor time used so far, by every process of the engine."""
+        ...
+
     def close(self) -> None:
         """Let go of memory and processes."""
         ...
@@ -60,6 +66,10 @@ class Ours:
         params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in work.new_tokens]
         names = [None if index is None else self._names[index] for index in work.adapters]
         return sum(len(output.token_ids) for output in self._llm.generate(work.prompts, names, params))
+
+    def cpu_seconds(self) -> float:
+        """See `Engine.cpu_seconds`."""
+        return time.process_time()
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -104,6 +114,10 @@ class Peft:
         for at in range(0, len(order), STATIC_BATCH):
             self._batch(work, order[at : at + STATIC_BATCH])
         return sum(work.new_tokens)
+
+    def cpu_seconds(self) -> float:
+        """See `Engine.cpu_seconds`."""
+        return time.process_time()
 
     def _batch(self, work: Work, chosen: list[int]) -> None:
         import torch
@@ -155,6 +169,10 @@ class Vllm:
         wanted = {"prompts": work.prompts, "adapters": work.adapters, "new_tokens": work.new_tokens}
         return int(self._ask(child, wanted)["tokens"])
 
+    def cpu_seconds(self) -> float:
+        """See `Engine.cpu_seconds`."""
+        return sum(tree_cpu_seconds(child.pid) for child in (self._base, self._tuned) if child is not None)
+
     def close(self) -> None:
         """See `Engine.close`."""
         for child in (self._base, self._tuned):
@@ -189,6 +207,26 @@ class Vllm:
             )
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+def tree_cpu_seconds(root: int) -> float:
+    """Processor time of a process and its living descendants, from /proc."""
+    parents: dict[int, int] = {}
+    used: dict[int, float] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, rest = int(stat.parent.name), stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue  # it ended meanwhile
+        parents[pid] = int(rest[1])
+        used[pid] = (int(rest[11]) + int(rest[12])) / os.sysconf("SC_CLK_TCK")
+    total = 0.0
+    for pid, seconds in used.items():
+        at = pid
+        while at not in (0, root):
+            at = parents.get(at, 0)
+        total += seconds if at == root else 0.0
+    return total
 
 
 def _rank(folder: Path) -> int:

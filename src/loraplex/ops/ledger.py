@@ -115,9 +115,10 @@ def _phase(slots: I32, rows: I32, ranks: I32 | None) -> PhaseLedger:
     total = int(counts.sum())
     present = np.flatnonzero(counts)
     histogram: dict[int, int] = {}
-    for slot in present.tolist() if ranks is not None else ():
-        rank = int(ranks[slot])
-        histogram[rank] = histogram.get(rank, 0) + int(counts[slot])
+    if ranks is not None:
+        for slot in present.tolist():
+            rank = int(ranks[slot])
+            histogram[rank] = histogram.get(rank, 0) + int(counts[slot])
     return PhaseLedger(
         rows=total,
         requests=int(np.count_nonzero(active)),
