@@ -294,6 +294,35 @@ def verify(
     return 0
 
 
+@app.command
+def sim(
+    *,
+    seed: Annotated[int, Parameter(help="Which timeline.")] = 0,
+    ticks: Annotated[int, Parameter(help="Steps of the engine while faults strike.")] = 10_000,
+    depth: Annotated[Literal[0, 1] | None, Parameter(help="Pipeline depth instead of the seed's.")] = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")] = False,
+) -> int:
+    """Attack the control plane over a virtual device: faults first, then everything must finish."""
+    from loraplex.sim.faults import draw_setup
+    from loraplex.sim.report import report_lines
+    from loraplex.sim.run import simulate
+
+    if ticks < 1 or seed < 0:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"seed must be at least 0 and ticks at least 1, got {seed} and {ticks}",
+            param="ticks",
+        )
+    report = simulate(seed, ticks, setup=draw_setup(seed, depth=depth))
+    fixed = "" if depth is None else f" --depth {depth}"
+    command = f"loraplex sim --seed {seed} --ticks {ticks}{fixed}"
+    if as_json:
+        print(json.dumps({**report.record(), "replay": command}, indent=2))
+    else:
+        print("\n".join(report_lines(report, command)))
+    return 1 if report.violation is not None else 0
+
+
 def _absolute(source: str) -> str:
     """A local path as the server sees it; the server has another working folder."""
     return source if "://" in source else str(Path(source).absolute())

@@ -44,9 +44,6 @@ EDGES: Final = {
 }
 """0x04C's edges with DESIGN 4's additions, written down a second time on purpose."""
 
-MAX_OVERTAKEN: Final = 2_000
-"""Later arrivals that may be admitted before a waiting request is; more is starvation."""
-
 
 class Checkers:
     """Books about one engine and its device. A restart of the replica starts new ones."""
@@ -173,6 +170,8 @@ class Checkers:
                         "residency", f"an adapter went {event.before} -> {event.after}, it was {before}"
                     )
                 self._adapter_state[event.adapter] = event.after
+                if event.after == "retiring" and self._clients.names.pinned(event.adapter):
+                    raise Wrong("pins", f"pinned adapter {event.adapter[:12]} is taken off the device")
             case PlanDiscarded():
                 if event.message not in (INJECTED, BUILT_ON_FAILURE):
                     raise Wrong("discards", f"plan {event.step} was refused {event.code}: {event.message}")
@@ -197,7 +196,7 @@ class Checkers:
         for other in self._clients.live.values():
             if other.order < ask.order and other.request_id not in self._admitted:
                 other.overtaken += 1
-                if other.overtaken > MAX_OVERTAKEN:
+                if other.overtaken > self._setup.max_overtaken:
                     raise Wrong("starvation", f"{other.request_id} was overtaken {other.overtaken} times")
 
     # ------------------------------------------------------------ after each step

@@ -207,7 +207,7 @@ class Clients:
         self.recent[ask.request_id] = ask
         if len(self.recent) > 256:
             del self.recent[next(iter(self.recent))]
-        self.outcomes[message.finish_reason or message.code or ""] += 1
+        self.outcomes[str(message.finish_reason or message.code)] += 1
         if ask.must is not None and message.code != ask.must:
             raise Wrong("typed_end", f"{ask.request_id} must end {ask.must}, it ended {message.code}")
         if message.code is not None:

@@ -86,7 +86,8 @@ RATES: Final[dict[Fault, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a seed draws. aliases: adapters by name. arrivals: requests a tick. cap: live requests at most."""
+    """What a seed draws. aliases: adapters by name. arrivals: requests a tick. cap: live requests at most.
+    max_overtaken: later arrivals that may be admitted before a waiting request is; more is starvation."""
 
     seed: int
     limits: EngineLimits
@@ -102,6 +103,7 @@ class Setup:
     fetch_ns: int
     operations: frozenset[Operation]
     faults: frozenset[Fault]
+    max_overtaken: int = 2_000
 
     def record(self) -> dict[str, object]:
         """The setup as plain values."""
@@ -118,8 +120,8 @@ class Setup:
             "aliases": self.aliases,
             "arrivals_per_tick": self.arrivals,
             "ranking": limits.ranking,
-            "operations": sorted(self.operations),
-            "faults": sorted(self.faults),
+            "operations": sorted(kind.value for kind in self.operations),
+            "faults": sorted(kind.value for kind in self.faults),
         }
 
 

@@ -92,6 +92,7 @@ class Names:
         self._setup, self._injector, self.inbox = setup, injector, inbox
         self._rng = Random(f"{setup.seed}/names")
         self._current: dict[str, Image] = {}
+        self._by_key: dict[str, Image] = {}
         self._revisions: Counter[str] = Counter()
         self._calls: dict[int, _Call] = {}
         self._serial = 0
@@ -102,6 +103,13 @@ class Names:
     def usable(self) -> list[Image]:
         """Revisions that requests may name now, in the order of their names' first registration."""
         return [image for image in self._current.values() if image.known]
+
+    def pinned(self, key: str) -> bool:
+        """Whether a revision that is still named has a pin that nobody is about to take away."""
+        image = self._by_key.get(key)
+        if image is None or not image.known or not image.pins:
+            return False
+        return not any(call.kind is Kind.UNPIN and call.image is image for call in self._calls.values())
 
     @property
     def open_calls(self) -> list[str]:
@@ -179,6 +187,7 @@ class Names:
         self._ask_to_register(Image(alias, digest(name), kernel, adapter_number(digest_words(kernel)), pages))
 
     def _ask_to_register(self, image: Image) -> None:
+        self._by_key[image.key] = image
         message = RegisterAdapter(
             self._next(), image.key, image.kernel_digest, image.pages, ((4, 2),), (0, 1), 1000
         )

@@ -78,6 +78,7 @@ class _Replica:
             clock=world.clock,
             costs=setup.costs,
             copy_stream=not setup.limits.copies_on_compute_stream,
+            verify=False,
         )
         self.device.plans = None
         self.device.on_plan = self._on_plan
@@ -159,6 +160,8 @@ class Simulation:
             report.violation = Violation(wrong.checker, self.tick, str(wrong))
         except InternalFault as fault:
             report.violation = Violation("engine", self.tick, str(fault))
+        except Exception as error:  # noqa: BLE001 - an engine that crashes is a finding like any other
+            report.violation = Violation("crash", self.tick, f"{type(error).__name__}: {error}")
         report.faults = {kind.value: self.injector.counts[kind] for kind in sorted(self.setup.faults)}
         report.outcomes = dict(sorted(self.clients.outcomes.items()))
         report.figures = dict(sorted(self.figures.items()))
