@@ -33,16 +33,19 @@ NEW_TOKENS: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class EngineCase:
-    """One row: requests over adapters taken in turn."""
+    """One row: requests over adapters taken in turn, greedy unless there is a temperature."""
 
     requests: int
     mix: AdapterMix = NO_ADAPTERS
+    temperature: float = 0.0
+    top_p: float = 1.0
 
     @property
     def name(self) -> str:
         """How tables name it."""
         if not self.mix.count:
-            return f"{self.requests} x base"
+            drawn = f", temperature {self.temperature:g}, top_p {self.top_p:g}" if self.temperature else ""
+            return f"{self.requests} x base{drawn}"
         ranks = "/".join(str(rank) for rank in self.mix.ranks)
         where = "q,k,v,o" if self.mix.modules == ATTENTION else "all seven"
         return f"{self.requests} over {self.mix.count}, rank {ranks}, {where}"
@@ -52,9 +55,12 @@ CASES: Final = (
     EngineCase(1), EngineCase(64), EngineCase(256),
     EngineCase(1, AdapterMix(1)), EngineCase(8, AdapterMix(8)), EngineCase(64, AdapterMix(1)),
     EngineCase(64, AdapterMix(64)), EngineCase(64, AdapterMix(64, modules=SEVEN)),
-    EngineCase(64, AdapterMix(64, (8, 16, 32, 64))), EngineCase(256, AdapterMix(64)), EngineCase(256, AdapterMix(256)),
+    EngineCase(64, AdapterMix(64, (8, 16, 32, 64))), EngineCase(256, AdapterMix(64)), EngineCase(256, AdapterMix(256)), EngineCase(1, temperature=0.8, top_p=0.95),
+    EngineCase(64, temperature=0.8, top_p=0.95), EngineCase(256, temperature=0.8, top_p=0.95),
 )  # fmt: skip
-"""The rows of DESIGN 7."""
+"""The rows of DESIGN 7, then what sampling adds."""
+PROFILED: Final = (0, 1, 2, 6, 7)
+"""Rows of which a profile is worth its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +213,7 @@ class DeviceBench:
         """One batch from the first prompt to the last token."""
         engine, vocab = self.built.engine, self.built.base.spec.vocab_size
         sampling = EngineSampling(
-            max_tokens=self.new, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0,
+            max_tokens=self.new, temperature=case.temperature, top_p=case.top_p, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0,
             presence_penalty=0.0, frequency_penalty=0.0, logit_bias=(), stop_token_ids=(), logprobs=-1,
             prompt_logprobs=-1,
         )  # fmt: skip
@@ -323,10 +329,11 @@ def run_device_decode(
         rows = []
         profiles = {}
         for case in [CASES[index] for index in only] or CASES:
+            profiled = profile and CASES.index(case) in PROFILED
             row = bench.measure(case, repeats, rate)
             rows.append(asdict(row) | {"of_roofline": row.of_roofline})
             report(f"{row.case}: {row.tokens_per_s:.0f} tokens/s")
-            if profile:
+            if profiled:
                 profiles[row.case] = profile_step(bench, case)
                 report(f"  {profiles[row.case]}")
         bench.close()

@@ -20,6 +20,7 @@ from loraplex.model.cpu_layers import CpuLayers
 from loraplex.model.decoder import Decoder
 from loraplex.model.results import Pending, Scores, Stopwatch, no_scores, to_host
 from loraplex.model.sampler import Sampler, TokenMasks
+from loraplex.model.transfer import to_device
 from loraplex.ops.dispatch import make_operator
 from loraplex.ops.table import AdapterTable
 
@@ -160,7 +161,7 @@ class TorchExecutor:
 
     def _index(self, values: I32 | np.ndarray) -> torch.Tensor:
         """Host integers as int64 on the device."""
-        return torch.from_numpy(values.astype(np.int64)).to(self._device, non_blocking=True)
+        return to_device(values.astype(np.int64), self._device)
 
 
 def masks_of(plan: BatchPlan) -> TokenMasks | None:
@@ -180,7 +181,7 @@ def score(
     scores, prompt_scores = no_scores(len(plan.samples)), no_scores(0)
     if len(plan.prompt_logprobs):
         index, _, targets, wanted = plan.prompt_logprobs.T
-        chosen = torch.from_numpy(targets.astype(np.int64)).to(logits.device, non_blocking=True)
+        chosen = to_device(targets.astype(np.int64), logits.device)
         prompt_scores = _scores(sampler, logits, index, chosen, wanted)
     if (plan.samples[:, 3] >= 0).any():
         scores = _scores(sampler, logits, plan.samples[:, 0], tokens, plan.samples[:, 3])

@@ -24,6 +24,7 @@ from loraplex.core.plan import OPEN_COLUMNS
 from loraplex.model.penalties import TokenCounts
 from loraplex.model.philox import token_noise, vocabulary_noise
 from loraplex.model.sampler_cpu import OPTIONS, CompiledSampling
+from loraplex.model.transfer import to_device
 from loraplex.model.truncate import candidates
 
 I64 = npt.NDArray[np.int64]
@@ -237,7 +238,7 @@ class Sampler:
                 f"a logit bias of request slot {slot} leaves the vocabulary of {self._vocab} tokens",
             )
         inside = ids < self._sampled
-        values = torch.from_numpy(bits_float(entries[:, 1])[inside].copy()).to(self._device)
+        values = to_device(bits_float(entries[:, 1])[inside], self._device)
         self._bias[slot] = _Bias(self._ids(ids[inside]), values)
 
     def _adjust(self, work: torch.Tensor, slots: I64) -> None:
@@ -255,7 +256,7 @@ class Sampler:
 
     def _forbid(self, work: torch.Tensor, masks: TokenMasks) -> None:
         """What a mask leaves out has no chance, in place."""
-        forbidden = torch.from_numpy(masks.forbidden(self._sampled)).to(self._device)
+        forbidden = to_device(masks.forbidden(self._sampled), self._device)
         rows = self._ids(masks.samples)
         work[rows] = work.index_select(0, rows).masked_fill_(forbidden, -torch.inf)
 
@@ -307,13 +308,13 @@ class Sampler:
         return (work - work.amax(dim=1, keepdim=True)).div_(self._column("temperature", slots))
 
     def _column(self, name: str, slots: I64) -> torch.Tensor:
-        return torch.from_numpy(self._values[name][slots]).to(self._device).unsqueeze(1)
+        return to_device(self._values[name][slots], self._device).unsqueeze(1)
 
     def _seed_rows(self, slots: I64) -> torch.Tensor:
-        return torch.from_numpy(self._seeds[slots]).to(self._device)
+        return to_device(self._seeds[slots], self._device)
 
     def _ids(self, values: npt.NDArray[np.signedinteger]) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+        return to_device(values.astype(np.int64), self._device)
 
 
 def best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:

@@ -21,13 +21,13 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("vocab", [1, 65, 300])
+@pytest.mark.parametrize("vocab", [1, 300])
 def test_the_kernel_draws_what_the_definition_draws(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
-    rows = 12
+    rows = 8
     opens = open_rows(*[random_row(rng, vocab) for _ in range(rows)])
     samplers = [Sampler(rows, vocab, max(1, vocab - 2), CPU, compiled=False) for _ in range(2)]
-    samplers[1]._draws = DeviceDraws(CPU, block=128)
+    samplers[1]._draws = DeviceDraws(CPU, block=128, splits=2)
     for sampler in samplers:
         sampler.open(*opens)
     for step in range(3):

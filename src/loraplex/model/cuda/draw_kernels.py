@@ -1,6 +1,7 @@
 """Drawing a token of each row on the device, without sorting: thresholds by bisection over the bits of the values.
 
-One program a row. Scaled logits are at most 0, so the bits of their magnitude order them: a smaller key is a better
+`cut_kernel` finds what rows with min_p, top_k or top_p keep, one program a row; `draw_kernel` adds noise and takes the
+best of each slice of each row, `pick_kernel` the best of all. Scaled logits are at most 0, so the bits of their magnitude order them: a smaller key is a better
 token. The cut of top_k, then of top_p, is the smallest key up to which enough tokens, or enough mass, lie; two bits are
 found in a pass over the row. Of tokens with the cut's own key the ones with the lowest ids stay. What a row keeps and
 draws is what `truncate` and `philox` define; noise is never drawn in sequence.
@@ -124,12 +125,20 @@ def _below(source, top, temperature, key_at, VOCAB: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def draw_kernel(
-    logits_ptr, rows_ptr, tokens_ptr, row_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Program p draws for row p of rows int32 [n, 8]: floats as bits, in the order of the constants above.
+def _top(tops_ptr, p, SPLITS: tl.constexpr):
+    """A row's best logit, from the best of its slices."""
+    return tl.max(tl.load(tops_ptr + p * SPLITS + tl.arange(0, SPLITS)), axis=0)
 
-    logits [*, >= VOCAB] of any floating type; tokens int64 [n]. floor: log of min_p. top_k 0 and top_p 1 are off.
+
+@triton.jit
+def cut_kernel(
+    logits_ptr, rows_ptr, tops_ptr, cuts_ptr, row_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Program p: the key that cuts row p off and how many tokens with that key stay, int32 [n, 2].
+
+    logits [*, >= VOCAB] of any floating type; rows int32 [n, 8], floats as bits, in the order of the constants above;
+    tops float32 [n, SPLITS]. Floor: log of min_p. top_k 0 and top_p 1 are off.
     """
     p = tl.program_id(0)
     row = rows_ptr + p * ROW_WORDS
@@ -138,12 +147,7 @@ def draw_kernel(
     top_p = tl.load(row + TOP_P).to(tl.float32, bitcast=True)
     top_k = tl.load(row + TOP_K)
     source = logits_ptr + tl.load(row + SOURCE).to(tl.int64) * row_stride
-    lane = tl.arange(0, BLOCK)
-    most = tl.full([BLOCK], float("-inf"), tl.float32)
-    for base in tl.range(0, VOCAB, BLOCK):
-        live = base + lane < VOCAB
-        most = tl.maximum(most, tl.load(source + base + lane, mask=live, other=float("-inf")).to(tl.float32))
-    top = tl.max(most, axis=0)
+    top = _top(tops_ptr, p, SPLITS)
 
     cut = tl.full([], WORST, tl.int32)
     ties = tl.full([], 0.0, tl.float64)
@@ -171,27 +175,65 @@ def draw_kernel(
             cut = key
     # The best token always stays.
     ties = tl.where(cut == 0, tl.maximum(ties, 1.0), ties)
+    tl.store(cuts_ptr + 2 * p, cut)
+    tl.store(cuts_ptr + 2 * p + 1, tl.maximum(ties, 0.0).to(tl.int32))
 
+
+@triton.jit
+def draw_kernel(
+    logits_ptr, rows_ptr, tops_ptr, cuts_ptr, scores_ptr, ids_ptr, row_stride,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Program (p, s): the best score, with noise, of the kept tokens in slice s of row p, and the token that has it.
+
+    scores float32, ids int32 [n, SPLITS]. Slices are whole blocks of four tokens, which share one counter.
+    """
+    p = tl.program_id(0)
+    split = tl.program_id(1)
+    PART: tl.constexpr = (VOCAB + SPLITS * 4 - 1) // (SPLITS * 4) * 4
+    row = rows_ptr + p * ROW_WORDS
+    temperature = tl.load(row + TEMPERATURE).to(tl.float32, bitcast=True)
+    source = logits_ptr + tl.load(row + SOURCE).to(tl.int64) * row_stride
     k0 = tl.load(row + SEED_LOW).to(tl.uint32, bitcast=True)
     k1 = tl.load(row + SEED_HIGH).to(tl.uint32, bitcast=True)
     position = tl.load(row + POSITION).to(tl.uint32, bitcast=True)
+    cut = tl.load(cuts_ptr + 2 * p)
+    ties = tl.load(cuts_ptr + 2 * p + 1)
+    top = _top(tops_ptr, p, SPLITS)
+    lane = tl.arange(0, BLOCK)
+    seen = tl.zeros([], tl.int32)
+    if ties > 0:  # which of the tokens at the cut come before this slice
+        for base in tl.range(0, split * PART, BLOCK):
+            scaled, key, live = _values(source, base, lane, top, temperature, VOCAB)
+            seen += tl.sum((live & (base + lane < split * PART) & (key == cut)).to(tl.int32), axis=0)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     chosen = tl.zeros([BLOCK], tl.int32) + VOCAB
-    seen = tl.zeros([], tl.int32)
-    for base in tl.range(0, VOCAB, BLOCK):
+    quad = tl.arange(0, BLOCK // 4)
+    for base in tl.range(split * PART, split * PART + PART, BLOCK):
         scaled, key, live = _values(source, base, lane, top, temperature, VOCAB)
+        live = live & (base + lane < split * PART + PART)
         equal = (live & (key == cut)).to(tl.int32)
         rank = seen + tl.cumsum(equal, axis=0) - equal
-        kept = live & ((key < cut) | ((equal > 0) & (rank.to(tl.float64) < ties)))
         seen += tl.sum(equal, axis=0)
-        block = ((base + lane) // 4).to(tl.uint32)
+        kept = live & ((key < cut) | ((equal > 0) & (rank < ties)))
+        block = (base // 4 + quad).to(tl.uint32)
         w0, w1, w2, w3 = _philox(block, tl.zeros_like(block) + position, k0, k1)
-        word = (base + lane) % 4
-        bits = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
+        bits = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
         score = tl.where(kept, scaled + _gumbel(bits), float("-inf"))
         wins = score > best
         best = tl.where(wins, score, best)
         chosen = tl.where(wins, base + lane, chosen)
     final = tl.max(best, axis=0)
-    token = tl.min(tl.where(best == final, chosen, VOCAB), axis=0)
+    tl.store(scores_ptr + p * SPLITS + split, final)
+    tl.store(ids_ptr + p * SPLITS + split, tl.min(tl.where(best == final, chosen, VOCAB), axis=0))
+
+
+@triton.jit
+def pick_kernel(scores_ptr, ids_ptr, tokens_ptr, VOCAB: tl.constexpr, SPLITS: tl.constexpr):
+    """Program p: the token of row p, int64 [n]; one that exists even where no logit is finite."""
+    p = tl.program_id(0)
+    lane = tl.arange(0, SPLITS)
+    scores = tl.load(scores_ptr + p * SPLITS + lane)
+    ids = tl.load(ids_ptr + p * SPLITS + lane)
+    token = tl.min(tl.where(scores == tl.max(scores, axis=0), ids, VOCAB), axis=0)
     tl.store(tokens_ptr + p, tl.minimum(token, VOCAB - 1).to(tl.int64))

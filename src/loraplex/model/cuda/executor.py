@@ -26,6 +26,7 @@ from loraplex.model.decoder import Decoder
 from loraplex.model.executor import SampleLog, masks_of, score, wants_scores
 from loraplex.model.results import Pending, Stopwatch, no_scores, to_host
 from loraplex.model.sampler import Sampler
+from loraplex.model.transfer import to_device
 from loraplex.ops.dispatch import TRITON, make_operator
 from loraplex.ops.interface import NoAdapters
 from loraplex.ops.table import AdapterTable
@@ -107,9 +108,7 @@ class CudaExecutor:
         """Logits [L, vocab] of a step with prefill rows; greedy tokens of its samples, too."""
         inputs, decoder = self.inputs, self._decoder
         inputs.unpack(len(plan.requests))
-        rows = torch.from_numpy(plan.logit_rows.astype(np.int64))
-        if inputs.device.type == "cuda":
-            rows = rows.pin_memory().to(inputs.device, non_blocking=True)
+        rows = to_device(plan.logit_rows.astype(np.int64), inputs.device)
         attention = self.attention.mixed(plan, lengths)
         size = self.pieces.bucket(plan.rows) if work is not None else None
         if size is not None and work is not None:
@@ -128,7 +127,7 @@ class CudaExecutor:
         inputs, count = self.inputs, len(plan.samples)
         slots = plan.requests[plan.samples[:, 1], 0]
         if count and (plan.mask_samples.size or not self._sampler.takes_best(slots)):
-            index = torch.from_numpy(plan.samples[:, 0].astype(np.int64)).to(inputs.device, non_blocking=True)
+            index = to_device(plan.samples[:, 0].astype(np.int64), inputs.device)
             rows = logits.index_select(0, index).float()
             order = np.arange(count, dtype=np.int32)
             drawn = self._sampler.sample(rows, order, slots, plan.samples[:, 2], masks_of(plan))
