@@ -18,7 +18,7 @@ from cyclopts import App, Parameter
 
 from loraplex import __version__
 from loraplex.bench.commands import bench_app
-from loraplex.config import DEFAULT_DRAIN_S, ServeConfig, parse_adapter
+from loraplex.config import DEFAULT_DRAIN_S, DEFAULT_STORE_GB, ServeConfig, parse_adapter
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, Root
 from loraplex.server.remote import RemoteServer
 
@@ -49,12 +49,17 @@ def serve(
         bool, Parameter(negative="", help="Serve the demo model, SmolLM2-135M-Instruct.")
     ] = False,
     adapter: Annotated[
-        tuple[str, ...], Parameter(negative="", help="NAME=FOLDER: serve the adapter in FOLDER as NAME.")
+        tuple[str, ...],
+        Parameter(
+            negative="",
+            help="NAME=SOURCE: serve the adapter in SOURCE, a folder or s3://, hf:// and others, as NAME.",
+        ),
     ] = (),
     adapter_dir: Annotated[
         tuple[str, ...],
         Parameter(
-            negative="", help="Serve each adapter folder in it; the only place that clients may load from."
+            negative="",
+            help="Serve each adapter folder in it; the only place that clients may load from. Or a URL prefix.",
         ),
     ] = (),
     host: Annotated[str, Parameter(help="Address to listen on.")] = "127.0.0.1",
@@ -72,7 +77,15 @@ def serve(
     expose_without_keys: Annotated[
         bool, Parameter(negative="", help="Listen beyond loopback although there are no keys.")
     ] = False,
-    catalog: Annotated[str | None, Parameter(help="Catalog URL; in memory for now.")] = None,
+    catalog: Annotated[
+        str | None,
+        Parameter(
+            help="Where names and revisions are kept: sqlite:////PATH or postgresql://...; else until the end."
+        ),
+    ] = None,
+    store_gb: Annotated[
+        float, Parameter(help="Most of the disk that downloaded adapters may take, in GiB.")
+    ] = DEFAULT_STORE_GB,
     load_format: Annotated[
         Literal["auto", "dummy"], Parameter(help="dummy: random weights, only config.json is read.")
     ] = "auto",
@@ -89,8 +102,6 @@ def serve(
         raise _unsupported("--tensor-parallel", tensor_parallel)
     if policy != "fcfs":
         raise _unsupported("--policy", policy)
-    if catalog is not None:
-        raise _unsupported("--catalog", catalog)
     config = ServeConfig(
         model=model,
         demo=demo,
@@ -103,6 +114,8 @@ def serve(
         pool_gb=pool_gb,
         max_model_len=max_model_len,
         load_format=load_format,
+        catalog=catalog,
+        store_gb=store_gb,
         api_key_file=api_key_file,
         expose_without_keys=expose_without_keys,
         log_level=log_level,

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from tests.runtime.tiny_text import byte_codec
 
 from loraplex.artifact.identify import AdapterIdentity
-from loraplex.catalog.memory import AdapterCatalog
+from loraplex.catalog.adapters import AdapterCatalog
 from loraplex.config import ServeConfig
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
 from loraplex.core.messages import (
@@ -30,6 +30,7 @@ from loraplex.core.messages import (
     TokenLogprobs,
     Tokens,
 )
+from loraplex.identity.digests import ALWAYS_ON, semantic_abi
 from loraplex.runtime.adapters import AdapterService
 from loraplex.runtime.client import RequestGroup
 from loraplex.runtime.prepare import PreparedAdapter
@@ -161,9 +162,10 @@ async def prepare(source: str) -> PreparedAdapter:
     file = Path(source) / "weights"
     if not file.is_file():
         raise CallerError(ErrorCode.ADAPTER_SOURCE_MISSING, f"{source} has no adapter", param="source")
-    key = hashlib.sha256(file.read_bytes()).hexdigest()
+    artifact = hashlib.sha256(file.read_bytes()).hexdigest()
+    key = semantic_abi(BASE_ABI, artifact, ALWAYS_ON)
     return PreparedAdapter(
-        AdapterIdentity(BASE_ABI, key[::-1], key), "lora", (8,), ("q", "v"), 4, 4, 2, 8192, 1000, "4 of 4",
+        AdapterIdentity(BASE_ABI, artifact, key), "lora", (8,), ("q", "v"), 4, 4, 2, 8192, 1000, "4 of 4",
         RegisterAdapter(0, key, key, 2, ((8, 2),), (0, 2), 1000),
     )  # fmt: skip
 

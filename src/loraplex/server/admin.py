@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import unquote
 
-from loraplex.catalog.memory import Revision
+from loraplex.catalog.records import Revision
+from loraplex.catalog.sources import permitted
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import Inspect
-from loraplex.runtime.adapters import local_source
 from loraplex.server.metrics import CONTENT_TYPE
 from loraplex.server.routing import Call
 from loraplex.server.wire import LoadLoraAdapter, PutAdapter, UnloadLoraAdapter, decode
@@ -96,7 +96,7 @@ async def put_adapter(call: Call) -> None:
     call.caller.require_admin()
     request = decode(await call.exchange.body(), PutAdapter)
     call.service.require_ready()
-    source = local_source(request.source, call.service.config.adapter_dirs)
+    source = permitted(request.source, call.service.config.adapter_dirs)
     adapters, alias = call.service.adapters, unquote(call.rest)
     revision = await adapters.put(alias, source, request.expected_revision)
     call.exchange.facts["model"] = revision.name
@@ -128,7 +128,7 @@ async def load_lora_adapter(call: Call) -> None:
     call.caller.require_admin()
     request = decode(await call.exchange.body(), LoadLoraAdapter)
     call.service.require_ready()
-    source = local_source(request.lora_path, call.service.config.adapter_dirs)
+    source = permitted(request.lora_path, call.service.config.adapter_dirs)
     revision = await call.service.adapters.add(request.lora_name, source)
     call.exchange.facts["model"] = revision.name
     await _success(call, f"Success: LoRA adapter '{revision.alias}' added successfully.")

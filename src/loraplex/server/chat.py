@@ -105,7 +105,7 @@ async def _serve(call: Call, request: ChatRequest, arrival_ns: int) -> None:
     service.require_ready()
     _check(request)
     priority, deadline = urgency(request, arrival_ns)
-    with bind_model(service, request.model) as model:
+    async with bind_model(service, request.model) as model:
         codec = need_codec(service, "messages")
         ids = await _prompt(codec, request)
         check_prompt(service, ids, "messages")

@@ -99,7 +99,7 @@ async def _serve(call: Call, request: CompletionRequest, arrival_ns: int) -> Non
         )
     if params.stop_strings:
         need_codec(service, "stop")
-    with bind_model(service, request.model) as model:
+    async with bind_model(service, request.model) as model:
         prompts = [
             await encode_text(need_codec(service, "prompt"), item) if isinstance(item, str) else item
             for item in given

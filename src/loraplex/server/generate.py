@@ -8,8 +8,8 @@ Specification: DESIGN 2 (steps 2, 3, 11), DESIGN 4 "Text".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -49,13 +49,13 @@ class ServedModel:
         return {"x-loraplex-model": self.name, "x-loraplex-semantic-digest": self.digest}
 
 
-@contextmanager
-def bind_model(service: Service, name: str) -> Iterator[ServedModel]:
-    """Resolve a `model` field once and hold what it means. Raises `model_not_found`."""
+@asynccontextmanager
+async def bind_model(service: Service, name: str) -> AsyncIterator[ServedModel]:
+    """Resolve a `model` field once and hold what it means, ready in the engine. Raises `model_not_found`."""
     if name == service.base_name:
         yield ServedModel(name, None, str(service.engine_info["base_abi"]))
         return
-    with service.adapters.bind(name) as revision:
+    async with service.adapters.serving(name) as revision:
         yield ServedModel(revision.name, revision.key, revision.key)
 
 
