@@ -10,9 +10,10 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -22,6 +23,11 @@ from loraplex.config import DEFAULT_DRAIN_S, DEFAULT_STORE_GB, ServeConfig, pars
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, Root
 from loraplex.server.remote import RemoteServer
 
+if TYPE_CHECKING:
+    from loraplex.catalog.store import CatalogStore
+
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
+
 app = App(
     name="loraplex",
     help="Serves many LoRA adapters from one resident base model.",
@@ -29,7 +35,9 @@ app = App(
     help_format="plaintext",
 )
 adapters_app = App(name="adapters", help="Adapters of a running server.")
+catalog_app = App(name="catalog", help="A catalog's database: check it, read its history, grant rights.")
 app.command(adapters_app)
+app.command(catalog_app)
 app.command(bench_app)
 
 
@@ -141,9 +149,82 @@ def run_server(config: ServeConfig) -> int:
         return asyncio.run(serve_until_told(config, folder, base_name, images, create_app, Announcer(config)))
 
 
+CatalogUrl = Annotated[str, Parameter(name="--catalog", help="URL of the catalog's database.")]
+Namespace = Annotated[str, Parameter(help="Namespace: the tenant that the alias belongs to.")]
+
+
+@contextmanager
+def _catalog(url: str) -> Iterator[CatalogStore]:
+    from loraplex.catalog.store import CatalogStore
+
+    store = CatalogStore.open(url)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@catalog_app.command(name="check")
+def check_catalog(*, catalog: CatalogUrl, as_json: AsJson = False) -> int:
+    """Check every record of a catalog against its seal, its digests and the log."""
+    from loraplex.catalog.audit import audit
+
+    with _catalog(catalog) as store:
+        found = audit(store)
+    print(json.dumps(found.record(), indent=2) if as_json else "\n".join(found.lines()))
+    return 1 if found.problems else 0
+
+
+@catalog_app.command
+def history(alias: str, /, *, catalog: CatalogUrl, namespace: Namespace = "default") -> None:
+    """List every revision of ALIAS as JSON, the newest first: digests, source, who published it and when."""
+    import msgspec
+
+    with _catalog(catalog) as store:
+        revisions = store.history(namespace, alias)
+    print(json.dumps([msgspec.to_builtins(revision) for revision in revisions], indent=2))
+
+
+@catalog_app.command
+def grant(
+    tenant: str, alias: str, /, *rights: str, catalog: CatalogUrl, namespace: Namespace = "default"
+) -> None:
+    """Let TENANT (or *) do RIGHTS (use, list, load, swap) with ALIAS (or *) of a namespace."""
+    from loraplex.catalog.records import Grant, Right
+
+    known = [right.value for right in Right]
+    for right in rights:
+        if right not in known:
+            raise CallerError(
+                ErrorCode.INVALID_REQUEST,
+                f"{right!r} is no right, expected {', '.join(known)}",
+                param="rights",
+            )
+    record = Grant(namespace, alias, tenant, tuple(sorted({Right(right) for right in rights})))
+    with _catalog(catalog) as store:
+        print(f"generation {store.grant(record)}")
+
+
+@catalog_app.command
+def withdraw(tenant: str, alias: str, /, *, catalog: CatalogUrl, namespace: Namespace = "default") -> None:
+    """Take back what was granted to TENANT for ALIAS."""
+    with _catalog(catalog) as store:
+        print(f"generation {store.withdraw(namespace, alias, tenant)}")
+
+
+@catalog_app.command
+def grants(*, catalog: CatalogUrl) -> None:
+    """List who may do what: tenant, namespace/alias, rights."""
+    with _catalog(catalog) as store:
+        changes = store.changes()
+    for record in changes.grants or ():
+        print(f"{record.tenant} {record.namespace}/{record.alias} {','.join(record.rights)}")
+    for error in changes.damaged_grants:
+        print(f"ignored: {error}")
+
+
 Url = Annotated[str, Parameter(name="--url", env_var="LORAPLEX_URL", help="Where the server is.")]
 Key = Annotated[str | None, Parameter(name="--api-key", env_var="LORAPLEX_API_KEY", help="Key to present.")]
-AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print the server's JSON.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 

@@ -17,10 +17,17 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    MultipleResultsFound,
+    NoResultFound,
+    SQLAlchemyError,
+)
 from sqlalchemy.pool import StaticPool
 
 from loraplex.catalog import schema
+from loraplex.catalog.records import damaged
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode
 
 IN_MEMORY: Final = "sqlite://"
@@ -89,6 +96,8 @@ class Database:
     def _typed(self) -> Iterator[None]:
         try:
             yield
+        except (NoResultFound, MultipleResultsFound) as error:
+            raise damaged(f"the catalog's generation is not one row ({error})") from error
         except DBAPIError as error:
             raise CapacityError(
                 ErrorCode.CATALOG_UNAVAILABLE,
