@@ -282,6 +282,12 @@ def remove(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> Non
     print(f"{alias} is removed")
 
 
+@app.command
+def provenance(request_id: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
+    """Show what answered a request as JSON: base, artifact, kernel and binding digests, attempt, generations."""
+    print(json.dumps(RemoteServer(url, api_key).provenance(request_id), indent=2))
+
+
 def _print_applied(item: dict[str, Any]) -> None:
     applied = f"{item['tensors_applied']} of {item['tensors_total']} tensors applied"
     print(f"{item['alias']}@{item['revision']}: {applied}, {item['semantic_digest'][:12]}, {item['state']}")

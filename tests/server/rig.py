@@ -17,6 +17,7 @@ from tests.runtime.tiny_text import byte_codec
 
 from loraplex.artifact.identify import AdapterIdentity
 from loraplex.catalog.adapters import AdapterCatalog
+from loraplex.catalog.requests import RequestLog
 from loraplex.config import ServeConfig
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
 from loraplex.core.messages import (
@@ -36,6 +37,7 @@ from loraplex.runtime.client import RequestGroup
 from loraplex.runtime.prepare import PreparedAdapter
 from loraplex.runtime.text import TextCodec
 from loraplex.server.app import create_app
+from loraplex.server.provenance import Provenance
 from loraplex.server.service import Phase, Service
 
 BASE, MAX_LEN, BASE_ABI = "base-model", 200, "ba5e" * 16
@@ -149,6 +151,7 @@ class FakeEngine:
 class FakeSupervisor:
     def __init__(self) -> None:
         self.ready = True
+        self.restarts = 0
         self.info = {"max_model_len": MAX_LEN, "vocab_size": 300, "base_abi": BASE_ABI, "eos_token_ids": [1]}
 
     def require_ready(self) -> None:
@@ -186,9 +189,11 @@ class Front:
         self.adapters = AdapterService(self.engine, AdapterCatalog(frozenset({BASE})), prepare)
         self.supervisor = FakeSupervisor()
         settings = ServeConfig(model="m", adapter_dirs=(str(self.roots),), **config)
+        self.provenance = Provenance(RequestLog(self.adapters.catalog.store.database), self.adapters.off_loop)
         self.service = Service(
-            settings, BASE, codec, cast("Any", self.engine), cast("Any", self.supervisor), self.adapters
-        )
+            settings, BASE, codec, cast("Any", self.engine), cast("Any", self.supervisor), self.adapters,
+            self.provenance,
+        )  # fmt: skip
         self.service.phase = Phase.OPEN
         self.app = create_app(self.service)
         self.http = httpx.AsyncClient(

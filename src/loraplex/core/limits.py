@@ -38,6 +38,7 @@ MAX_ACTOR_CHARS: Final = 256
 MAX_REQUEST_RECORDS: Final = 1_000_000
 """Records of served requests that a catalog keeps; older ones go first."""
 MAX_REQUEST_RECORD_AGE_S: Final = 30 * 86_400
+MAX_ATTEMPTS_SHOWN: Final = 100
 MAX_UNWRITTEN_RECORDS: Final = 65_536
 """Records that wait to be written; at this many, new ones are counted and dropped."""
 

@@ -27,7 +27,8 @@ class RequestRecord:
     """A request from enqueue to end.
 
     tokens: known tokens while it waits (prompt, after a preemption with its output). ticket: its place in the queue,
-    given once. scored: prompt positions whose log probabilities were sent. preempting: its pages go as soon as nothing
+    given once. scored: prompt positions whose log probabilities were sent. admissions: how often it was admitted;
+    bound_admission: the last of which a client knows what it was bound to. preempting: its pages go as soon as nothing
     of it is in flight.
     """
 
@@ -49,6 +50,7 @@ class RequestRecord:
     scored: int = 0
     outputs: int = 0
     admissions: int = 0
+    bound_admission: int = 0
     skipped: int = 0
     preempting: bool = False
     first_token: bool = False

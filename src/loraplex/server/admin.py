@@ -8,10 +8,13 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
+
 from loraplex.catalog.records import Revision
 from loraplex.catalog.sources import permitted
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import Inspect
+from loraplex.server.auth import Role
 from loraplex.server.metrics import CONTENT_TYPE
 from loraplex.server.routing import Call
 from loraplex.server.wire import LoadLoraAdapter, PutAdapter, UnloadLoraAdapter, decode
@@ -48,6 +51,18 @@ async def residency(call: Call) -> None:
     await call.exchange.answer(
         {**figures, "adapters": adapters, "catalog_generation": call.service.adapters.generation}
     )
+
+
+async def get_provenance(call: Call) -> None:
+    """What answered a request: digests, attempt and generations, for its tenant and for admins."""
+    provenance = call.service.provenance
+    request_id = unquote(call.rest)
+    if provenance is None:
+        raise CallerError(ErrorCode.REQUEST_NOT_FOUND, "this server keeps no records", param="request_id")
+    tenant = None if call.caller.role is Role.ADMIN else call.caller.tenant
+    records = await provenance.find(request_id, tenant)
+    attempts = [msgspec.to_builtins(record) for record in records]
+    await call.exchange.answer({**attempts[0], "attempts": attempts})
 
 
 def _model(call: Call, name: str, revision: Revision | None) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from loraplex.server.listen import AsgiApp, Receive, Send
 from loraplex.server.logs import fields
 from loraplex.server.metrics import outcome_of
 from loraplex.server.openapi import openapi
+from loraplex.server.provenance import request_record
 from loraplex.server.routing import Call, Handler, Site
 from loraplex.server.service import Service
 
@@ -48,6 +49,12 @@ class Route:
         head, brace, _ = self.path.partition("{")
         return head if brace else None
 
+    @property
+    def suffix(self) -> str:
+        """What such a path ends in after the name: nothing, or a fixed part of one name only."""
+        tail = self.path.rpartition("}")[2]
+        return tail if self.path.count("{") == 1 else ""
+
 
 async def _describe(call: Call) -> None:
     """This description."""
@@ -68,6 +75,7 @@ ROUTES: Final = (
     Route("POST", "/v1/load_lora_adapter", admin.load_lora_adapter),
     Route("POST", "/v1/unload_lora_adapter", admin.unload_lora_adapter),
     Route("GET", "/v1/residency", admin.residency),
+    Route("GET", "/v1/requests/{request_id}/provenance", admin.get_provenance),
     Route("GET", "/health", admin.health, open=True),
     Route("GET", "/ready", admin.ready, open=True),
     Route("GET", "/metrics", admin.metrics, open=True),
@@ -83,9 +91,11 @@ def find_route(method: str, raw_path: str) -> tuple[Route, str]:
         if prefix is None:
             hit = raw_path == route.path
         else:
-            hit = raw_path.startswith(prefix) and len(raw_path) > len(prefix)
+            name = len(raw_path) - len(prefix) - len(route.suffix)
+            hit = raw_path.startswith(prefix) and raw_path.endswith(route.suffix) and name > 0
         if hit and route.method == method:
-            return route, raw_path[len(prefix or route.path) :]
+            end = len(raw_path) - len(route.suffix)
+            return route, raw_path[len(prefix or route.path) : end]
         if hit:
             others.append(route.method)
     if others:
@@ -141,6 +151,29 @@ async def _report(exchange: Exchange, error: LoraplexError) -> None:
     await exchange.end()
 
 
+def _remember(
+    site: Site, exchange: Exchange, caller: Caller, generation: Generation | None, outcome: str
+) -> None:
+    """The record of what answered a request that reached the engine."""
+    service = site.service
+    provenance, seen = service.provenance, [] if generation is None else generation.choices_seen()
+    if provenance is None or generation is None or not seen:
+        return
+    provenance.add(
+        request_record(
+            exchange.request_id,
+            caller.tenant,
+            provenance.attempts.next(caller.tenant, exchange.request_id),
+            generation.served,
+            seen,
+            outcome,
+            generation.prompt_tokens,
+            service.supervisor.restarts,
+            service.config.device,
+        )
+    )
+
+
 def _account(site: Site, exchange: Exchange, caller: Caller, begun_ns: int) -> None:
     """Metrics of a generation, and the access line. Prompts and outputs are in neither."""
     facts: Mapping[str, Any] = exchange.facts
@@ -158,6 +191,7 @@ def _account(site: Site, exchange: Exchange, caller: Caller, begun_ns: int) -> N
             if generation.first_token_ns:
                 first_s = (generation.first_token_ns - begun_ns) / _NS
                 metrics.ttft.observe(first_s)
+        _remember(site, exchange, caller, generation, facts.get("code") or outcome)
     _access.info(
         "request",
         extra=fields(

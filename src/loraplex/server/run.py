@@ -20,6 +20,7 @@ from typing import Any, Final
 from loraplex.catalog.adapters import AdapterCatalog
 from loraplex.catalog.artifacts import ArtifactStore, artifacts_folder
 from loraplex.catalog.database import IN_MEMORY
+from loraplex.catalog.requests import RequestLog
 from loraplex.catalog.store import CatalogStore
 from loraplex.config import ServeConfig
 from loraplex.core.errors import CapacityError, ErrorCode
@@ -31,6 +32,7 @@ from loraplex.runtime.supervisor import EngineSupervisor
 from loraplex.runtime.text import load_tokenizer
 from loraplex.server.announce import Announcer
 from loraplex.server.listen import AsgiApp, Listener
+from loraplex.server.provenance import Provenance
 from loraplex.server.register import Preparation, register_adapters
 from loraplex.server.service import Phase, Service
 
@@ -102,7 +104,8 @@ async def serve(
     adapters = AdapterService(client, catalog, preparation, ImageStore(images).delete)
     preparation.named = lambda: adapters.off_loop(catalog.store.contents)
     supervisor.restore = lambda: _restore(adapters)
-    service = Service(config, base_name, load_tokenizer(folder), client, supervisor, adapters)
+    provenance = Provenance(RequestLog(catalog.store.database), adapters.off_loop)
+    service = Service(config, base_name, load_tokenizer(folder), client, supervisor, adapters, provenance)
     listener = Listener(application(service), config.host, config.port)
 
     def at_once() -> None:
@@ -130,6 +133,7 @@ async def serve(
             await _drain(service, listener, announcer)
         finally:
             service.phase = Phase.DRAINING
+            await provenance.close()
             await adapters.close()
             await supervisor.stop()
             await client.close()

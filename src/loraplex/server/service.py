@@ -17,6 +17,7 @@ from loraplex.runtime.client import EngineClient
 from loraplex.runtime.clock import MonotonicClock
 from loraplex.runtime.supervisor import EngineSupervisor
 from loraplex.runtime.text import TextCodec
+from loraplex.server.provenance import Provenance
 
 
 class Phase(StrEnum):
@@ -29,7 +30,10 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Service:
-    """One server. base_name: what callers call the base model. codec: None where the model has no tokenizer."""
+    """One server. base_name: what callers call the base model. codec: None where the model has no tokenizer.
+
+    provenance: where records of served requests go.
+    """
 
     config: ServeConfig
     base_name: str
@@ -37,6 +41,7 @@ class Service:
     client: EngineClient
     supervisor: EngineSupervisor
     adapters: AdapterService
+    provenance: Provenance | None = None
     clock: Clock = field(default_factory=MonotonicClock)
     phase: Phase = Phase.STARTING
 
