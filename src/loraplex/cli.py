@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,6 +24,7 @@ from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, Root
 from loraplex.server.remote import RemoteServer
 
 if TYPE_CHECKING:
+    from loraplex.artifact.verify import Verification
     from loraplex.catalog.store import CatalogStore
 
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
@@ -295,53 +296,91 @@ def _print_applied(item: dict[str, Any]) -> None:
 
 @app.command
 def verify(
-    adapter: Path,
+    adapter: str,
     /,
     *,
     base: Path,
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
     page_tokens: int = 16,
+    manifest: Path | None = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Read an adapter as a server would, and print what it is or why it is refused.
 
     Parameters
     ----------
-    adapter: PEFT folder.
+    adapter: PEFT folder, or a remote source (s3://, hf://OWNER/NAME@COMMIT, ...), which is downloaded.
     base: folder of the base model.
     dtype: element type that the server would use.
     page_tokens: positions in a page, which sets the page's size.
+    manifest: file with a manifest that the adapter must have, as --json printed it, or that of a whole launch.
     as_json: print JSON.
     """
+    from loraplex.artifact.verify import check_same, refusal_record
+
+    try:
+        expected = None if manifest is None else _read_manifest(manifest)
+        found = _verified(adapter, base, dtype, page_tokens, quiet=as_json)
+        if expected is not None:
+            check_same(expected, found.manifest)
+    except LoraplexError as error:
+        if not as_json:
+            raise
+        print(json.dumps(refusal_record(error), indent=2))
+        return 2 if error.root is Root.CALLER else 1
+    print(json.dumps(found.record(), indent=2) if as_json else "\n".join(found.lines()))
+    return 0
+
+
+def _read_manifest(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID, f"{path} cannot be read: {error.strerror}", param="manifest"
+        ) from error
+
+
+def _verified(adapter: str, base: Path, dtype: str, page_tokens: int, *, quiet: bool) -> Verification:
+    """What a server would find, with a line of progress on a terminal."""
     from loraplex.artifact.checkpoint import CheckpointTensors
     from loraplex.artifact.tensors import Dtype
-    from loraplex.artifact.verify import refusal_record, verify_adapter
+    from loraplex.artifact.verify import verify_adapter
+    from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
+    from loraplex.catalog.sources import LocalSource, parse_source
     from loraplex.core.layout import Geometry, PageGeometry
     from loraplex.model.spec import spec_from_config
     from loraplex.runtime.base import base_identity, base_modules, hash_weights, read_config
     from loraplex.runtime.prepare import EXECUTABLE
 
+    def progress(done: int, total: int) -> None:
+        end = "\n" if done == total else ""
+        print(f"\r{done >> 20} of {total >> 20} MiB read and hashed", end=end, file=sys.stderr, flush=True)
+
     element = Dtype(dtype)
-    try:
-        spec = spec_from_config(read_config(base))
-        modules = base_modules(spec)
-        page_bytes = spec.kv_shape(element.itemsize, page_tokens).page_bytes
-        found = verify_adapter(
-            adapter,
+    spec = spec_from_config(read_config(base))
+    modules = base_modules(spec)
+    source = parse_source(adapter)
+    with ExitStack() as stack:
+        if isinstance(source, LocalSource):
+            folder = source.folder
+        else:
+            store = ArtifactStore(artifacts_folder(), DEFAULT_STORE_BYTES)
+            folder, _ = stack.enter_context(store.reading(source))
+        return verify_adapter(
+            folder,
             modules,
             base_identity(spec, modules, hash_weights(base)),
-            PageGeometry(Geometry.RANK_ROWS, element.itemsize, row_page_bytes=page_bytes),
+            PageGeometry(
+                Geometry.RANK_ROWS,
+                element.itemsize,
+                row_page_bytes=spec.kv_shape(element.itemsize, page_tokens).page_bytes,
+            ),
             element,
             base_tensors=CheckpointTensors(base, modules),
             supported=EXECUTABLE,
+            progress=progress if sys.stderr.isatty() and not quiet else None,
         )
-    except LoraplexError as error:
-        if not as_json:
-            raise
-        print(json.dumps(refusal_record(error), indent=2))
-        return 2
-    print(json.dumps(found.record(), indent=2) if as_json else "\n".join(found.lines()))
-    return 0
 
 
 def _absolute(source: str) -> str:

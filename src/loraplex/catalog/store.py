@@ -107,7 +107,7 @@ class Publication:
     at_ms: int
 
 
-@dataclass(slots=True)
+@dataclass
 class CatalogStore:
     """The catalog in its database. Safe for several threads and for several processes on one database."""
 

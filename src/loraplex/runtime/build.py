@@ -64,11 +64,14 @@ def build_engine(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: E
     return BuiltEngine(engine, base, sizes, name, eos_ids(Path(config.model)), notes, close)
 
 
-def describe_model(config: EngineConfig) -> BaseModel:
-    """The base that the configuration names, under the element type that the device can use."""
+def describe_model(config: EngineConfig, abi: str | None = None) -> BaseModel:
+    """The base that the configuration names, under the element type that the device can use.
+
+    abi: H_base if it is known, so that the weights need not be hashed.
+    """
     name, _ = _dtype(config)
     return describe_base(
-        Path(config.model), Dtype(name), config.page_tokens, dummy=config.load_format == "dummy"
+        Path(config.model), Dtype(name), config.page_tokens, dummy=config.load_format == "dummy", abi=abi
     )
 
 
@@ -96,7 +99,7 @@ def make_backend(
 ) -> tuple[Backend, Callable[[], None]]:
     """The backend that the configuration names, and what lets go of it."""
     if config.backend == "process":
-        worker = ProcessBackend(config)
+        worker = ProcessBackend(config, base_abi=base.abi)
         backend: Backend = worker
         close: Callable[[], None] = worker.close
     else:
