@@ -10,8 +10,8 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,15 +19,22 @@ from cyclopts import App, Parameter
 
 from loraplex import __version__
 from loraplex.bench.commands import bench_app
+from loraplex.catalog.commands import catalog_app
 from loraplex.config import DEFAULT_DRAIN_S, DEFAULT_STORE_GB, ServeConfig, parse_adapter
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, Root
 from loraplex.server.remote import RemoteServer
 
 if TYPE_CHECKING:
     from loraplex.artifact.verify import Verification
-    from loraplex.catalog.store import CatalogStore
 
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
+CatalogOption = Annotated[
+    str | None,
+    Parameter(
+        help="Where names and revisions are kept: sqlite:////PATH or postgresql://...; else until the end."
+    ),
+]
+StoreOption = Annotated[float, Parameter(help="Most of the disk that downloaded adapters may take, in GiB.")]
 
 app = App(
     name="loraplex",
@@ -36,7 +43,6 @@ app = App(
     help_format="plaintext",
 )
 adapters_app = App(name="adapters", help="Adapters of a running server.")
-catalog_app = App(name="catalog", help="A catalog's database: check it, read its history, grant rights.")
 app.command(adapters_app)
 app.command(catalog_app)
 app.command(bench_app)
@@ -86,15 +92,8 @@ def serve(
     expose_without_keys: Annotated[
         bool, Parameter(negative="", help="Listen beyond loopback although there are no keys.")
     ] = False,
-    catalog: Annotated[
-        str | None,
-        Parameter(
-            help="Where names and revisions are kept: sqlite:////PATH or postgresql://...; else until the end."
-        ),
-    ] = None,
-    store_gb: Annotated[
-        float, Parameter(help="Most of the disk that downloaded adapters may take, in GiB.")
-    ] = DEFAULT_STORE_GB,
+    catalog: CatalogOption = None,
+    store_gb: StoreOption = DEFAULT_STORE_GB,
     load_format: Annotated[
         Literal["auto", "dummy"], Parameter(help="dummy: random weights, only config.json is read.")
     ] = "auto",
@@ -148,80 +147,6 @@ def run_server(config: ServeConfig) -> int:
     folder, base_name = resolve_model(config)
     with private_folder(cache_root() / "run") as images:
         return asyncio.run(serve_until_told(config, folder, base_name, images, create_app, Announcer(config)))
-
-
-CatalogUrl = Annotated[str, Parameter(name="--catalog", help="URL of the catalog's database.")]
-Namespace = Annotated[str, Parameter(help="Namespace: the tenant that the alias belongs to.")]
-
-
-@contextmanager
-def _catalog(url: str) -> Iterator[CatalogStore]:
-    from loraplex.catalog.store import CatalogStore
-
-    store = CatalogStore.open(url)
-    try:
-        yield store
-    finally:
-        store.close()
-
-
-@catalog_app.command(name="check")
-def check_catalog(*, catalog: CatalogUrl, as_json: AsJson = False) -> int:
-    """Check every record of a catalog against its seal, its digests and the log."""
-    from loraplex.catalog.audit import audit
-
-    with _catalog(catalog) as store:
-        found = audit(store)
-    print(json.dumps(found.record(), indent=2) if as_json else "\n".join(found.lines()))
-    return 1 if found.problems else 0
-
-
-@catalog_app.command
-def history(alias: str, /, *, catalog: CatalogUrl, namespace: Namespace = "default") -> None:
-    """List every revision of ALIAS as JSON, the newest first: digests, source, who published it and when."""
-    import msgspec
-
-    with _catalog(catalog) as store:
-        revisions = store.history(namespace, alias)
-    print(json.dumps([msgspec.to_builtins(revision) for revision in revisions], indent=2))
-
-
-@catalog_app.command
-def grant(
-    tenant: str, alias: str, /, *rights: str, catalog: CatalogUrl, namespace: Namespace = "default"
-) -> None:
-    """Let TENANT (or *) do RIGHTS (use, list, load, swap) with ALIAS (or *) of a namespace."""
-    from loraplex.catalog.records import Grant, Right
-
-    known = [right.value for right in Right]
-    for right in rights:
-        if right not in known:
-            raise CallerError(
-                ErrorCode.INVALID_REQUEST,
-                f"{right!r} is no right, expected {', '.join(known)}",
-                param="rights",
-            )
-    record = Grant(namespace, alias, tenant, tuple(sorted({Right(right) for right in rights})))
-    with _catalog(catalog) as store:
-        print(f"generation {store.grant(record)}")
-
-
-@catalog_app.command
-def withdraw(tenant: str, alias: str, /, *, catalog: CatalogUrl, namespace: Namespace = "default") -> None:
-    """Take back what was granted to TENANT for ALIAS."""
-    with _catalog(catalog) as store:
-        print(f"generation {store.withdraw(namespace, alias, tenant)}")
-
-
-@catalog_app.command
-def grants(*, catalog: CatalogUrl) -> None:
-    """List who may do what: tenant, namespace/alias, rights."""
-    with _catalog(catalog) as store:
-        changes = store.changes()
-    for record in changes.grants or ():
-        print(f"{record.tenant} {record.namespace}/{record.alias} {','.join(record.rights)}")
-    for error in changes.damaged_grants:
-        print(f"ignored: {error}")
 
 
 Url = Annotated[str, Parameter(name="--url", env_var="LORAPLEX_URL", help="Where the server is.")]
