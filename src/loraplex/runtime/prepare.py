@@ -20,7 +20,7 @@ from loraplex.core.messages import RegisterAdapter
 from loraplex.runtime.base import BaseModel
 from loraplex.runtime.images import ImageStore
 
-EXECUTABLE = frozenset({Method.LORA, Method.RSLORA})
+EXECUTABLE = frozenset({Method.LORA, Method.RSLORA, Method.EMBEDDING})
 """Methods that the operators execute."""
 
 
