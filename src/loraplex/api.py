@@ -23,9 +23,9 @@ from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, error_fo
 from loraplex.core.messages import (
     Abort,
     Ended,
+    EngineCall,
     Finish,
     Inspect,
-    RegisterAdapter,
     RemoveAdapter,
     Reply,
     Submit,
@@ -221,7 +221,7 @@ class LLM:
     def _describe(self, revision: Revision) -> dict[str, Any]:
         return revision.describe(self.inspect())
 
-    def _call(self, message: RegisterAdapter | RemoveAdapter | Inspect) -> dict[str, Any]:
+    def _call(self, message: EngineCall) -> dict[str, Any]:
         self._calls += 1
         self._post(with_fields(message, call_id=self._calls))
         while self._calls not in self._replies:

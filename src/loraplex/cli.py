@@ -28,6 +28,20 @@ if TYPE_CHECKING:
     from loraplex.artifact.verify import Verification
 
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
+AdapterOption = Annotated[
+    tuple[str, ...],
+    Parameter(
+        negative="",
+        help="NAME=SOURCE: serve the adapter in SOURCE, a folder or s3://, hf:// and others, as NAME.",
+    ),
+]
+RootOption = Annotated[
+    tuple[str, ...],
+    Parameter(
+        negative="",
+        help="Serve each adapter folder in it; the only place that clients may load from. Or a URL prefix.",
+    ),
+]
 CatalogOption = Annotated[
     str | None,
     Parameter(
@@ -63,20 +77,8 @@ def serve(
     demo: Annotated[
         bool, Parameter(negative="", help="Serve the demo model, SmolLM2-135M-Instruct.")
     ] = False,
-    adapter: Annotated[
-        tuple[str, ...],
-        Parameter(
-            negative="",
-            help="NAME=SOURCE: serve the adapter in SOURCE, a folder or s3://, hf:// and others, as NAME.",
-        ),
-    ] = (),
-    adapter_dir: Annotated[
-        tuple[str, ...],
-        Parameter(
-            negative="",
-            help="Serve each adapter folder in it; the only place that clients may load from. Or a URL prefix.",
-        ),
-    ] = (),
+    adapter: AdapterOption = (),
+    adapter_dir: RootOption = (),
     host: Annotated[str, Parameter(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Parameter(help="Port to listen on.")] = 8000,
     device: Annotated[Literal["cpu", "cuda"], Parameter(help="Where the model runs.")] = "cpu",
@@ -85,6 +87,9 @@ def serve(
         Parameter(help="Type of weights and cache; auto is bfloat16 where the hardware multiplies it."),
     ] = "auto",
     pool_gb: Annotated[float | None, Parameter(help="Page pool for KV and adapters, in GiB.")] = None,
+    host_gb: Annotated[
+        float | None, Parameter(help="Adapter images in host memory, in GiB; a quarter of it by default.")
+    ] = None,
     max_model_len: Annotated[int | None, Parameter(help="Positions of one request at most.")] = None,
     tensor_parallel: Annotated[int, Parameter(help="Devices that share the model; 1 for now.")] = 1,
     policy: Annotated[str, Parameter(help="Scheduling policy; fcfs for now.")] = "fcfs",
@@ -101,6 +106,9 @@ def serve(
         Literal["debug", "info", "warning", "error"], Parameter(help="What is logged, to standard error.")
     ] = "info",
     log_json: Annotated[bool, Parameter(negative="", help="Log one JSON object a line.")] = False,
+    log_prompts: Annotated[
+        bool, Parameter(negative="", help="Log what callers ask; without it no prompt is written anywhere.")
+    ] = False,
     drain_s: Annotated[
         float, Parameter(help="Seconds that open requests may take after SIGTERM.")
     ] = DEFAULT_DRAIN_S,
@@ -128,7 +136,9 @@ def serve(
         expose_without_keys=expose_without_keys,
         log_level=log_level,
         log_json=log_json,
+        log_prompts=log_prompts,
         drain_s=drain_s,
+        host_gb=host_gb,
     )
     return run_server(config)
 
@@ -136,11 +146,11 @@ def serve(
 def run_server(config: ServeConfig) -> int:
     """Everything of `serve` after the command line: logging, model folder, private folder, the server's life."""
     from loraplex.model.store import cache_root
+    from loraplex.runtime.logs import configure_logging
     from loraplex.runtime.model_folder import resolve_model
     from loraplex.runtime.workdir import private_folder
     from loraplex.server.announce import Announcer
     from loraplex.server.app import create_app
-    from loraplex.server.logs import configure_logging
     from loraplex.server.run import serve as serve_until_told
 
     configure_logging(config.log_level, as_json=config.log_json)

@@ -12,6 +12,7 @@ DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 BACKENDS = ("inline", "process")
+LOADERS = ("inline", "process")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,7 +20,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: folder with config.json. images_dir: where verified adapter images lie. pool_gb: size of the page pool in
     GiB. page_tokens: positions in a KV page. pipeline_depth: 0 or 1. backend: the model runs in the engine's process,
-    or in one of its own that gets only packed plans. plan_log: file that receives every packed plan. scrub: fill freed
+    or in one of its own that gets only packed plans. loader: host images are verified by the engine's thread, where the
+    disk store has them, or brought into shared memory by a process. host_gb: host images together, in GiB. host_dir:
+    where backends find host images; None where they lie in images_dir. adapter_share: part of the pool that adapters may
+    take at first. plan_log: file that receives every packed plan. scrub: fill freed
     pages with 0xFF (tests).
     """
 
@@ -35,6 +39,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     page_tokens: int = 16
     load_format: str = "auto"
     backend: str = "inline"
+    loader: str = "inline"
+    host_gb: float | None = None
+    host_dir: str | None = None
+    adapter_share: float = 1.0
     plan_log: str | None = None
     scrub: bool = False
 
@@ -43,6 +51,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("backend", self.backend, BACKENDS)
+        _one_of("loader", self.loader, LOADERS)
+        if self.host_gb is not None and not 0 < self.host_gb < 1 << 20:
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID, f"host_gb must be above 0, got {self.host_gb}", param="host_gb"
+            )
+        if not 0 <= self.adapter_share <= 1:
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID,
+                f"adapter_share must be from 0 to 1, got {self.adapter_share}",
+                param="adapter_share",
+            )
         if self.pool_gb is not None and not 0 < self.pool_gb < 1 << 20:
             raise CallerError(
                 ErrorCode.CONFIG_INVALID, f"pool_gb must be above 0, got {self.pool_gb}", param="pool_gb"
@@ -73,8 +92,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: folder or GGUF file; None with demo. adapters: (alias, source). adapter_dirs: folders whose subfolders are
     registered, and the only places that remote callers may load from; also URL prefixes. catalog: URL of its database,
-    None for one that ends with the server. store_gb: limit of the store of downloaded adapters, GiB. api_key_file: without one, only loopback.
-    expose_without_keys: listen elsewhere all the same. drain_s: how long open requests may go on after SIGTERM.
+    None for one that ends with the server. store_gb: limit of the store of downloaded adapters, GiB. api_key_file:
+    without one, only loopback. expose_without_keys: listen elsewhere all the same. log_prompts: prompts may stand in the
+    log. host_gb: adapter images in host memory, in GiB. drain_s: how long open requests may go on after SIGTERM.
     """
 
     model: str | None = None
@@ -94,7 +114,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     expose_without_keys: bool = False
     log_level: str = "info"
     log_json: bool = False
+    log_prompts: bool = False
     drain_s: float = DEFAULT_DRAIN_S
+    host_gb: float | None = None
 
     def __post_init__(self) -> None:
         if self.demo == (self.model is not None):
@@ -130,6 +152,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             pool_gb=self.pool_gb,
             max_model_len=self.max_model_len,
             load_format=self.load_format,
+            loader="process",
+            host_gb=self.host_gb,
         )
 
 

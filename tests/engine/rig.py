@@ -28,16 +28,19 @@ def sampling(**changes: Any) -> EngineSampling:
 
 
 class Rig:
-    def __init__(self, *, depth: int = 1, pages: int = 33, page_tokens: int = 4, **changes: Any) -> None:
+    def __init__(
+        self, *, depth: int = 1, pages: int = 33, page_tokens: int = 4, grammars: Any = None, **changes: Any
+    ) -> None:
         fields: dict[str, Any] = {
             "kv": KvShape(1, 1, 1, 4, page_tokens), "num_pages": pages, "max_requests": 8, "max_model_len": 64, "token_budget": 16,
             "vocab_size": VOCAB, "depth": depth, "max_adapter_slots": 8, "growth_horizon": 4, "scrub": True,
+            "load_retry_ns": 3000,
         }  # fmt: skip
         self.limits = EngineLimits(**{**fields, **changes})
         self.faults = Faults()
         self.device = VirtualDevice(self.limits.bounds, page_tokens, self.faults)
         self.mailbox, self.clock, self.log = MemoryMailbox(), VirtualClock(), EventLog()
-        self.engine = Engine(self.limits, self.device, self.mailbox, self.clock, self.log)
+        self.engine = Engine(self.limits, self.device, self.mailbox, self.clock, self.log, grammars=grammars)
         self.prompts: dict[str, tuple[np.ndarray, str | None, int]] = {}
         self.calls = 0
 
@@ -51,23 +54,31 @@ class Rig:
         )
         return self.calls
 
-    def submit(self, name: str, prompt: list[int], adapter: str | None = None, **changes: Any) -> None:
+    def submit(
+        self,
+        name: str,
+        prompt: list[int],
+        adapter: str | None = None,
+        grammar: str | None = None,
+        **changes: Any,
+    ) -> None:
         params = sampling(**changes)
         array = np.array(prompt, dtype=np.int32)
         self.prompts[name] = (array, adapter, params.max_tokens)
-        self.mailbox.inbox.append(Submit(name, array.astype("<i4").tobytes(), params, adapter))
+        self.mailbox.inbox.append(
+            Submit(name, array.astype("<i4").tobytes(), params, adapter, grammar=grammar)
+        )
 
     def step(self) -> bool:
         self.clock.now += 1000
         moved = self.engine.step()
-        self.engine.state.pool.check()
+        self.engine.check()
         return moved
 
     def run(self, limit: int = 2000) -> None:
         for _ in range(limit):
             self.step()
             if self.engine.idle and not self.mailbox.inbox:
-                self.engine.check()
                 return
         raise AssertionError(f"not idle after {limit} steps: {self.engine.state.records}")
 

@@ -12,7 +12,7 @@ import torch
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.packed import float_bits
 from loraplex.core.plan import OPEN_COLUMNS
-from loraplex.model.sampler import Sampler, best_ids
+from loraplex.model.sampler import Sampler, TokenMasks, best_ids
 from loraplex.model.sampler_cpu import CompiledSampling
 from loraplex.ops.cpu import build
 
@@ -340,3 +340,50 @@ def test_logits_of_another_shape_or_type_are_refused() -> None:
         assert caught.value.code is ErrorCode.PLAN_MALFORMED
     with pytest.raises(InternalFault):
         Sampler(2, 4, 5, CPU)
+
+
+def masked(samples: list[int], allowed: list[list[int]], vocab: int) -> TokenMasks:
+    bits = np.zeros((len(samples), -(-vocab // 32) * 32), dtype=np.uint8)
+    for row, tokens in enumerate(allowed):
+        bits[row, tokens] = 1
+    words = np.packbits(bits, axis=1, bitorder="little").view("<i4").astype(np.int32)
+    return TokenMasks(np.array(samples, dtype=np.int32), words)
+
+
+OPTION_ROWS: list[dict[str, Any]] = [
+    {"temperature": 0.0}, {"temperature": 0.0, "bias": [(5, 100.0)]}, {"temperature": 1.0}, {"top_k": 2}, {"top_p": 0.3},
+    {"min_p": 0.5}, {"repetition": 1.7, "prompt": [5, 6], "output": [7]}, {"presence": -2.0, "output": [5, 5]},
+]  # fmt: skip
+
+
+def test_a_mask_bounds_its_own_row_whatever_its_options(compiled: bool) -> None:
+    vocab, count = 77, len(OPTION_ROWS)
+    logits = torch.randn((2 * count, vocab), generator=torch.Generator().manual_seed(3)) * 4
+    logits[:, 5] += 30.0  # what an unmasked row takes
+    kept = logits.clone()
+    rows = [{**row, "seed_low": index} for index, row in enumerate(OPTION_ROWS)]
+    sampler = make(vocab, *rows, *rows, sampled=70, requests=2 * count)
+    slots = np.arange(2 * count, dtype=np.int32)
+    allowed = [[3 * row + 1, 60, 76] for row in range(count)]
+    masks = masked(list(range(count)), allowed, vocab)
+    for position in range(20):
+        tokens = sampler.sample(logits, slots, slots, np.full(2 * count, position, np.int32), masks).tolist()
+        for row in range(count):
+            assert tokens[row] in allowed[row][:2], "a mask does not reach beyond the sampled vocabulary"
+        alone = make(vocab, *rows, sampled=70, requests=count)
+        free = alone.sample(
+            logits[count:], slots[:count], slots[:count], np.full(count, position, np.int32)
+        ).tolist()
+        if position == 0:  # later, penalties know what was drawn before
+            assert tokens[count:] == free
+    assert torch.equal(logits, kept)
+
+
+def test_a_mask_of_one_token_leaves_no_choice(compiled: bool) -> None:
+    vocab = 40
+    sampler = make(vocab, *({"temperature": 2.0, "seed_low": k} for k in range(8)))
+    slots = np.arange(8, dtype=np.int32)
+    masks = masked(list(range(8)), [[k + 20] for k in range(8)], vocab)
+    logits = torch.full((8, vocab), -50.0)
+    logits[:, 0] = 50.0
+    assert sampler.sample(logits, slots, slots, slots, masks).tolist() == list(range(20, 28))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,12 @@ from loraplex.core.messages import (
     TokenLogprobs,
     Tokens,
 )
+from loraplex.core.packed import I32, float_bits
+from loraplex.core.plan import BatchPlan, StepResult
 from loraplex.core.ports import Clock, EventSink, Mailbox
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.step import Engine
+from loraplex.runtime.grammars import load_grammars
 from loraplex.runtime.worker import ProcessBackend
 from loraplex.sim.device import VirtualDevice
 
@@ -74,22 +77,50 @@ def virtual_limits(config: EngineConfig) -> EngineLimits:
         kv=KvShape(1, 1, 1, 4, 16),
         num_pages=4097,
         max_requests=config.max_requests,
-        max_model_len=32768,
+        max_model_len=config.max_model_len or 32768,
         token_budget=512,
         vocab_size=VOCAB,
         depth=config.pipeline_depth,
     )
 
 
+class ScoringDevice(VirtualDevice):
+    """A virtual device that also answers with log probabilities, so many as the plan wants and of no meaning."""
+
+    def _run(self, plan: BatchPlan) -> StepResult:
+        result = super()._run(plan)
+        indptr, ids, values = made_scores(result.tokens, plan.samples[:, 3])
+        prompt_indptr, prompt_ids, prompt_values = made_scores(
+            plan.prompt_logprobs[:, 2], plan.prompt_logprobs[:, 3]
+        )
+        return replace(
+            result, logprob_indptr=indptr, logprob_ids=ids, logprob_values=values, prompt_logprob_indptr=prompt_indptr,
+            prompt_logprob_ids=prompt_ids, prompt_logprob_values=prompt_values,
+        )  # fmt: skip
+
+
+def made_scores(tokens: I32, wanted: I32) -> tuple[I32, I32, I32]:
+    """(indptr, ids, float32 bits): each token, then `wanted` others."""
+    rows = [
+        [int(token), *range(3, 3 + top)] if top >= 0 else []
+        for token, top in zip(tokens, wanted.tolist(), strict=True)
+    ]
+    indptr = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    values = [-0.25 * rank for row in rows for rank in range(1, len(row) + 1)]
+    return indptr, np.array([token for row in rows for token in row], dtype=np.int32), float_bits(values)
+
+
 def virtual_device(config: EngineConfig) -> VirtualDevice:
     """The virtual device, for this process or a worker's."""
-    return VirtualDevice(virtual_limits(config).bounds, 16)
+    return ScoringDevice(virtual_limits(config).bounds, 16)
 
 
 def build_virtual(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
     """The real engine over the virtual device."""
-    engine = Engine(virtual_limits(config), virtual_device(config), mailbox, clock, events)
-    return Built(engine, {**INFO, "max_model_len": 32768})
+    limits = virtual_limits(config)
+    grammars = load_grammars(Path(config.model), VOCAB, [1, 2])
+    engine = Engine(limits, virtual_device(config), mailbox, clock, events, grammars=grammars)
+    return Built(engine, {**INFO, "max_model_len": limits.max_model_len})
 
 
 def build_split(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:

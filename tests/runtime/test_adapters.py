@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -278,6 +280,31 @@ def test_preparation_in_a_process_equals_preparation_here(tmp_path: Path) -> Non
         asyncio.run(test())
     finally:
         pool.close()
+
+
+def test_a_preparation_in_hand_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    base = describe_base(_write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
+    pool = PreparePool(base, tmp_path / "there")
+    folder = write_lora(tmp_path / "adapter")
+
+    async def test() -> None:
+        await asyncio.gather(pool(str(tmp_path / "nothing")), return_exceptions=True)
+        assert pool._pool is not None
+        (process,) = pool._pool._processes.values()
+        os.kill(process.pid, signal.SIGSTOP)  # whatever it is given now, it does not finish
+        waiting = [asyncio.ensure_future(pool(str(folder))) for _ in range(4)]
+        await asyncio.sleep(0)
+        pool.close()
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {end.code for end in ends if isinstance(end, LoraplexError)} <= {
+            ErrorCode.ADAPTER_LOAD_FAILED, ErrorCode.SHUTTING_DOWN,
+        }  # fmt: skip
+        assert all(isinstance(end, LoraplexError) for end in ends)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+
+    asyncio.run(test())
 
 
 def test_images_go_with_the_last_revision_that_names_them() -> None:

@@ -18,12 +18,12 @@ from tests.engine.rig import sampling
 from loraplex.config import ServeConfig
 from loraplex.core.errors import LoraplexError, Root
 from loraplex.core.messages import Submit, Tokens
+from loraplex.runtime.logs import configure_logging
 from loraplex.runtime.model_folder import resolve_model
 from loraplex.runtime.workdir import private_folder
 from loraplex.server.announce import Announcer
 from loraplex.server.app import create_app as real_app
 from loraplex.server.listen import AsgiApp
-from loraplex.server.logs import configure_logging
 from loraplex.server.run import serve
 from loraplex.server.service import Service
 

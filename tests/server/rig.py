@@ -131,6 +131,9 @@ class FakeEngine:
             "requests": {"running": len(self.running), "waiting": 0, "live": len(self.running)},
             "steps": {"launched": 1, "committed": 1},
             "preemptions": 0,
+            "pins": {"adapters": 0, "pages": 0},
+            "host": {"used_bytes": 0, "limit_bytes": 1 << 30},
+            "loads": {"under_way": 0, "wanted": 0},
             "adapters": [
                 {
                     "key": k,

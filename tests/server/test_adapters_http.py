@@ -217,9 +217,81 @@ def test_keys_tenants_and_roles(tmp_path: Path) -> None:
     run(tmp_path, test, api_key_file=str(file))
 
 
+def test_a_tenant_s_aliases_do_not_exist_for_others(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    rows = [("b", "blue", "admin"), ("u", "blue", "user"), ("r", "red", "admin"), ("o", "default", "admin")]
+    file.write_text(
+        "\n".join(
+            json.dumps({"sha256": hashlib.sha256(k.encode()).hexdigest(), "tenant": t, "role": r})
+            for k, t, r in rows
+        )
+    )
+
+    async def test(front: Front) -> None:
+        keys = {key: {"authorization": f"Bearer {key}"} for key in "buro"}
+
+        async def ask(key: str, model: str) -> Any:
+            body = {"model": model, "prompt": "hello"}
+            return await front.http.post("/v1/completions", json=body, headers=keys[key])
+
+        async def call(key: str, method: str, path: str, body: Any = None) -> Any:
+            return await front.http.request(method, path, json=body, headers=keys[key])
+
+        async def names(key: str) -> list[str]:
+            data = (await call(key, "GET", "/v1/models")).json()["data"]
+            listed = (await call(key, "GET", "/v1/adapters")).json()["data"]
+            assert [entry["alias"] for entry in listed] == [entry["id"] for entry in data[1:]]
+            return [entry["id"] for entry in data[1:]]
+
+        assert (await call("o", "PUT", "/v1/adapters/all", {"source": front.source("0")})).status_code == 201
+        assert (await call("b", "PUT", "/v1/adapters/mine", {"source": front.source("1")})).status_code == 201
+        unknown = error_of(await ask("r", "nobody"))
+        assert unknown[:2] == (404, "model_not_found")
+        refused = await ask("r", "mine")
+        assert error_of(refused)[:2] == (404, "model_not_found")
+        message = (await ask("r", "mine@1")).json()["error"]["message"]
+        assert message == "model 'mine@1' does not exist", "it must not say that somebody has one"
+        for method, path, body in (
+            ("GET", "/v1/adapters/mine", None),
+            ("DELETE", "/v1/adapters/mine", None),
+            ("POST", "/v1/adapters/mine/pin", None),
+            ("PUT", "/v1/adapters/mine", {"source": front.source("1"), "expected_revision": 1}),
+            ("POST", "/v1/unload_lora_adapter", {"lora_name": "mine"}),
+        ):
+            assert error_of(await call("r", method, path, body))[:2] == (404, "adapter_not_found"), path
+        assert error_of(await call("r", "GET", "/v1/models/mine"))[:2] == (404, "model_not_found")
+        assert [await names(key) for key in "buro"] == [["all", "mine"], ["all", "mine"], ["all"], ["all"]]
+        residency = (await call("r", "GET", "/v1/residency")).json()["adapters"]
+        assert [entry["names"] for entry in residency] == [["all@1"]]
+        # One name, two tenants, two functions.
+        made = await call("r", "PUT", "/v1/adapters/mine", {"source": front.source("2")})
+        assert made.status_code == 201
+        prints = [(await ask(key, "mine")).json()["system_fingerprint"] for key in "ur"]
+        assert prints[0].startswith("mine@1:")
+        assert prints[1] == f"mine@1:{made.json()['semantic_digest'][:16]}"
+        assert prints[0] != prints[1]
+        assert [(await ask(key, "all")).status_code for key in "buro"] == [200] * 4
+        assert error_of(await call("r", "DELETE", "/v1/adapters/all"))[:2] == (403, "forbidden")
+        assert error_of(await call("u", "DELETE", "/v1/adapters/mine"))[:2] == (403, "forbidden")
+        assert (await call("r", "DELETE", "/v1/adapters/mine")).status_code == 200
+        assert (await ask("u", "mine")).status_code == 200
+        assert error_of(await ask("r", "mine"))[:2] == (404, "model_not_found")
+
+    run(tmp_path, test, api_key_file=str(file))
+
+
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "keys = 3", "[[keys]]\nsha256='ab'\ntenant='t'", '{"sha256": 1}', '{"x": 1}', "other = 1"],
+    [
+        "",
+        "{",
+        '{"sha256": "' + "a" * 64 + '", "tenant": "a/b"}',
+        "keys = 3",
+        "[[keys]]\nsha256='ab'\ntenant='t'",
+        '{"sha256": 1}',
+        '{"x": 1}',
+        "other = 1",
+    ],
 )
 def test_bad_key_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "keys").write_text(text)

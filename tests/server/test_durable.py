@@ -92,7 +92,7 @@ def test_a_killed_server_comes_back_with_its_catalog(
             record = (await again.http.get(f"/v1/requests/{request_id}/provenance")).json()
             assert (record["model"], record["semantic"]) == ("a@2", second["semantic_digest"])
             assert record["artifact"] == second["artifact_digest"]
-            await asyncio.to_thread(cli.app, ["provenance", request_id, "--url", again.url])
+            await asyncio.to_thread(cli.provenance, request_id, url=again.url)
             assert json.loads(capsys.readouterr().out) == record
 
     run(test)

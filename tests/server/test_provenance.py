@@ -103,13 +103,13 @@ def test_attempts_streams_chats_and_failures(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
-def test_a_record_is_its_tenants_and_an_admins(tmp_path: Path) -> None:
-    keys = {"acme": "user", "globex": "user", "ops": "admin"}
+def test_a_record_is_its_tenants_and_the_operators(tmp_path: Path) -> None:
+    keys = {"acme": ("acme", "user"), "globex": ("globex", "admin"), "ops": ("default", "admin")}
     file = tmp_path / "keys"
     file.write_text(
         "\n".join(
-            json.dumps({"sha256": hashlib.sha256(name.encode()).hexdigest(), "tenant": name, "role": role})
-            for name, role in keys.items()
+            json.dumps({"sha256": hashlib.sha256(name.encode()).hexdigest(), "tenant": tenant, "role": role})
+            for name, (tenant, role) in keys.items()
         )
     )
 

@@ -13,6 +13,13 @@ from loraplex.core.messages import Submit
 from loraplex.server.service import Phase
 
 BAD, OPTION, SAMPLING = (400, "invalid_request"), (400, "unsupported_option"), (400, "invalid_sampling")
+SCHEMA = (400, "schema_unsupported")
+
+
+def named(schema: dict[str, Any], name: str = "thing") -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema, "strict": True}}
+
+
 COMPLETIONS: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
     ({"foo": 1}, BAD, "foo"),
     ({"max_tokens": "5"}, BAD, "max_tokens"),
@@ -63,8 +70,18 @@ CHAT: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
     ({"tools": []}, OPTION, "tools"),
     ({"tool_choice": "none"}, OPTION, "tool_choice"),
     ({"functions": []}, OPTION, "functions"),
-    ({"response_format": {"type": "json_object"}}, OPTION, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, OPTION, "response_format"),
+    ({"response_format": {"type": "grammar"}}, BAD, "response_format.type"),
+    ({"response_format": {"type": "text", "more": 1}}, BAD, "response_format.more"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {}}},
+        BAD,
+        "response_format.json_schema.name",
+    ),
+    ({"response_format": named({"not": {}})}, SCHEMA, "response_format"),
+    ({"response_format": named({"type": "object", "x-guidance": {}})}, SCHEMA, "response_format"),
+    ({"response_format": named({"$ref": "http://elsewhere/x"})}, SCHEMA, "response_format"),
+    ({"response_format": named({"enum": []})}, SCHEMA, "response_format"),
+    ({"response_format": named({}, "a name")}, BAD, "response_format.json_schema.name"),
     ({"top_logprobs": 2}, BAD, "top_logprobs"),
     ({"logprobs": 2}, BAD, "logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, SAMPLING, "top_logprobs"),

@@ -71,7 +71,9 @@ class CatalogView:
             return
         if self.may(tenant, namespace, alias, Right.LIST):
             raise CallerError(
-                ErrorCode.FORBIDDEN, f"tenant {tenant!r} may not {right} adapter {alias!r}", param="alias"
+                ErrorCode.FORBIDDEN,
+                f"adapter {alias!r} is not tenant {tenant!r}'s own, which may not {right} it",
+                param="alias",
             )
         raise CallerError(ErrorCode.ADAPTER_NOT_FOUND, f"adapter {alias!r} is not registered", param="alias")
 
@@ -81,6 +83,32 @@ class CatalogView:
             if place in self._current or place in self.damaged:
                 return self.get(*place) if self.may(tenant, *place, right) else None
         return None
+
+    def target(self, tenant: str, name: str) -> Place:
+        """Where a tenant publishes under a name: over what it may swap, else where it was granted to load, else at home."""
+        own = (tenant, name)
+        for place in self._places(tenant, name):
+            if place in self._current and self.may(tenant, *place, Right.SWAP):
+                return place
+        namespace, slash, rest = name.partition("/")
+        if (
+            slash
+            and own not in self._current
+            and namespace != tenant
+            and self.may(tenant, namespace, rest, Right.LOAD)
+        ):
+            return (namespace, rest)
+        return own
+
+    def owned(self, tenant: str, name: str) -> Revision:
+        """What a tenant means by a name, if it may change it; raises as `require` does."""
+        revision = self.find(tenant, name, Right.LIST)
+        if revision is None:
+            raise CallerError(
+                ErrorCode.ADAPTER_NOT_FOUND, f"adapter {name!r} is not registered", param="alias"
+            )
+        self.require(tenant, revision.namespace, revision.alias, Right.SWAP)
+        return revision
 
     def resolve(self, tenant: str, name: str) -> Revision:
         """What `alias` or `alias@revision` means to a tenant; `model_not_found` otherwise."""

@@ -40,6 +40,7 @@ class ErrorCode(StrEnum):
     DUPLICATE_REQUEST = "duplicate_request"
     TOKENIZER_MISSING = "tokenizer_missing"
     REQUEST_TOO_LARGE = "request_too_large"
+    REQUEST_TIMEOUT = "request_timeout"
     UNAUTHENTICATED = "unauthenticated"
     FORBIDDEN = "forbidden"
     NOT_FOUND = "not_found"
@@ -78,10 +79,12 @@ class ErrorCode(StrEnum):
     ADAPTER_SOURCE_UNPINNED = "adapter_source_unpinned"
     CATALOG_CONFLICT = "catalog_conflict"
     REQUEST_NOT_FOUND = "request_not_found"
+    ADAPTER_REVOKED = "adapter_revoked"
     # Capacity
     QUEUE_FULL = "queue_full"
     POOL_EXHAUSTED = "pool_exhausted"
     ADAPTER_SLOTS_EXHAUSTED = "adapter_slots_exhausted"
+    HOST_MEMORY_EXHAUSTED = "host_memory_exhausted"
     REQUEST_EXCEEDS_POOL = "request_exceeds_pool"
     ENGINE_UNAVAILABLE = "engine_unavailable"
     SHUTTING_DOWN = "shutting_down"
@@ -105,6 +108,7 @@ class ErrorCode(StrEnum):
     PLAN_SEGMENTS = "plan_segments"
     PLAN_GROUPS = "plan_groups"
     PLAN_SAMPLE_ROWS = "plan_sample_rows"
+    PLAN_MASKS = "plan_masks"
     PLAN_PAGE_TABLE = "plan_page_table"
     PLAN_TOKEN_REFERENCE = "plan_token_reference"
     PLAN_POSITION = "plan_position"
@@ -122,6 +126,7 @@ class ErrorCode(StrEnum):
     TRANSACTION_STATE = "transaction_state"
     COPY_CHECKSUM = "copy_checksum"
     LEASE_UNDERFLOW = "lease_underflow"
+    HOST_TIER_STATE = "host_tier_state"
     EVICTION_INELIGIBLE = "eviction_ineligible"
     # Ours: execution
     NUMERIC_FAULT = "numeric_fault"
@@ -163,6 +168,7 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.DUPLICATE_REQUEST: _caller(400, "a request id names at most one live request"),
     _E.TOKENIZER_MISSING: _caller(400, "text needs a tokenizer; a folder without one serves token ids"),
     _E.REQUEST_TOO_LARGE: _caller(413, "a request body stays under the configured size"),
+    _E.REQUEST_TIMEOUT: _caller(408, "a request body arrives whole within the time limit"),
     _E.UNAUTHENTICATED: _caller(401, "the caller presents a known API key where keys are required"),
     _E.FORBIDDEN: _caller(403, "the caller's role permits the operation"),
     _E.NOT_FOUND: _caller(404, "the path names something that is served"),
@@ -201,9 +207,11 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.ADAPTER_SOURCE_UNPINNED: _caller(400, "a source on a hub names one commit, not a branch or tag"),
     _E.CATALOG_CONFLICT: _caller(409, "a change is made to the catalog generation that it expected"),
     _E.REQUEST_NOT_FOUND: _caller(404, "the request was served here and its record is still kept"),
+    _E.ADAPTER_REVOKED: _caller(410, "nothing runs or registers a revision that was revoked"),
     _E.QUEUE_FULL: _capacity(429, "waiting requests stay under the queue limit"),
     _E.POOL_EXHAUSTED: _capacity(429, "the page pool can be made to hold what the call needs"),
     _E.ADAPTER_SLOTS_EXHAUSTED: _capacity(429, "resident adapters stay under the slot limit"),
+    _E.HOST_MEMORY_EXHAUSTED: _capacity(429, "host images of adapters stay under the host limit"),
     _E.REQUEST_EXCEEDS_POOL: _caller(400, "the empty pool could hold the request"),
     _E.ENGINE_UNAVAILABLE: _capacity(503, "the engine process is up and ready"),
     _E.SHUTTING_DOWN: _capacity(503, "the server accepts work until it drains"),
@@ -225,6 +233,7 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.PLAN_SEGMENTS: _ours("adapter segments tile all rows and agree with their requests"),
     _E.PLAN_GROUPS: _ours("grouped rows cover each active row exactly once under its adapter"),
     _E.PLAN_SAMPLE_ROWS: _ours("each sample row is a logit row of its own request"),
+    _E.PLAN_MASKS: _ours("a token mask belongs to one sample, spans the vocabulary and allows a token"),
     _E.PLAN_PAGE_TABLE: _ours("page-table deltas name owned pages inside their bounds"),
     _E.PLAN_TOKEN_REFERENCE: _ours("a token is an id or a reference into the step before"),
     _E.PLAN_POSITION: _ours("positions of a request's rows are consecutive"),
@@ -240,6 +249,7 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.TRANSACTION_STATE: _ours("a transaction is open until it commits or rolls back, once"),
     _E.COPY_CHECKSUM: _ours("device bytes equal the verified host bytes"),
     _E.LEASE_UNDERFLOW: _ours("a lease is released exactly once"),
+    _E.HOST_TIER_STATE: _ours("host images are fetched, held and dropped in order, and their bytes add up"),
     _E.EVICTION_INELIGIBLE: _ours("only unreferenced, host-backed adapters are evicted"),
     _E.NUMERIC_FAULT: _ours("logits are finite"),
     _E.BACKEND_FAILED: _ours("a launched step returns a result"),

@@ -95,6 +95,61 @@ class StepFailed(Event, frozen=True, tag=True, tag_field="event"):
     requests: int
 
 
+class CopyIgnored(Event, frozen=True, tag=True, tag_field="event"):
+    """A copy was reported that is not under way: twice, late, or never started. Nothing changed."""
+
+    slot: int
+    generation: int
+    intact: bool
+
+
+class LoadFailed(Event, frozen=True, tag=True, tag_field="event"):
+    """A load or fetch failed and was rolled back. attempt: failures in a row. final: nobody waits for another one."""
+
+    adapter: str
+    purpose: str
+    code: str
+    attempt: int
+    final: bool
+
+
+class RestorationFailed(Event, frozen=True, tag=True, tag_field="event"):
+    """A victim of a rolled back load could not be brought back: it is absent from the device, its pages are free."""
+
+    adapter: str
+    code: str
+    pages: int
+
+
+class HostFetched(Event, frozen=True, tag=True, tag_field="event"):
+    """An image arrived verified in host memory."""
+
+    adapter: str
+    nbytes: int
+
+
+class HostDropped(Event, frozen=True, tag=True, tag_field="event"):
+    """A host image was given up; the disk store keeps it."""
+
+    adapter: str
+    nbytes: int
+
+
+class PrefetchReleased(Event, frozen=True, tag=True, tag_field="event"):
+    """A speculative load found its end: used by a request, or given up unused (wasted pages)."""
+
+    adapter: str
+    pages: int
+    used: bool
+
+
+class AdapterRevoked(Event, frozen=True, tag=True, tag_field="event"):
+    """A revision was found bad after publication; `requests` were ended for it."""
+
+    adapter: str
+    requests: int
+
+
 class AdapterTransition(Event, frozen=True, tag=True, tag_field="event"):
     """An adapter moved along the residency table."""
 

@@ -42,6 +42,16 @@ MAX_ATTEMPTS_SHOWN: Final = 100
 MAX_UNWRITTEN_RECORDS: Final = 65_536
 """Records that wait to be written; at this many, new ones are counted and dropped."""
 
+# Residency
+MAX_LOAD_ATTEMPTS: Final = 3
+"""Failed loads or fetches in a row after which those who wait for an adapter hear of it."""
+LOAD_RETRY_NS: Final = 5_000_000
+"""Pause after the first failure of a load; doubled by each further one."""
+MAX_COPIES_IN_FLIGHT: Final = 4
+"""Copies that a backend is given at a time; the others wait in order of purpose."""
+MAX_SPECULATIVE_LOADS: Final = 2
+"""Loads that nobody waits for yet, at a time."""
+
 # Scheduling
 TOKEN_BUDGET_CPU: Final = 512
 TOKEN_BUDGET_CUDA: Final = 8192
@@ -62,5 +72,13 @@ MAX_FRAMES_PER_RECEIVE: Final = 1024
 
 # HTTP
 MAX_BODY_BYTES: Final = 32 << 20
+MAX_HEADER_BYTES: Final = 64 << 10
+HEADER_TIMEOUT_S: Final = 15.0
+BODY_TIMEOUT_S: Final = 60.0
+"""From a request's headers to the end of its body: who sends slower holds a connection that others wait for."""
+MAX_LOGGED_PROMPT_CHARS: Final = 4096
+MAX_SCHEMA_BYTES: Final = 64 << 10
+MAX_SCHEMA_DEPTH: Final = 32
+"""Levels of a response schema; a compiler that recurses over it stays far from its stack's end."""
 MAX_CHOICES: Final = 256
 """Prompts times samples of one HTTP request."""

@@ -1,6 +1,6 @@
 """Everything that crosses between a client process and the engine, as strict msgspec structs.
 
-Client to engine: `Submit`, `Abort`, `Finish`, `RegisterAdapter`, `RemoveAdapter`, `Inspect`. Engine to client:
+Client to engine: `Submit`, `Abort`, `Finish`, and the calls of `EngineCall`. Engine to client:
 `Tokens`, `Ended`, `Reply`. The engine reads and writes them through the `Mailbox` port; whether they cross a process
 is not its business.
 """
@@ -35,7 +35,10 @@ class EngineSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Enqueue one request. prompt: token ids as little-endian int32 bytes. adapter: semantic digest, or None."""
+    """Enqueue one request. prompt: token ids as little-endian int32 bytes. adapter: semantic digest, or None.
+
+    grammar: what the output must follow, as text that the engine's `Grammars` port reads; None leaves it free.
+    """
 
     request_id: str
     prompt: bytes
@@ -45,6 +48,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     priority: int = 0
     arrival_ns: int = 0
     deadline_ns: int = 0
+    grammar: str | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -62,7 +66,9 @@ class Finish(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class RegisterAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Make an adapter image resident and serve it under its semantic digest. Answered by one `Reply`.
+    """Take an adapter image and serve it under its semantic digest; loaded at once where that costs nobody anything.
+
+    Answered by one `Reply` when that is decided; an error leaves nothing registered.
 
     key: semantic digest. kernel_digest: names the image in the image store. pages: pages that it fills. ranks: (rank,
     modules of that rank) pairs. modules: sorted adapted module kinds as `ids.Module` values.
@@ -82,6 +88,50 @@ class RemoveAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
 
     call_id: int
     key: str
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Bring an adapter onto the device now, evicting for it: the shadow copy of a swap. Replied when it is published.
+
+    Refused at once with the shortfall when free and reclaimable pages do not hold it.
+    """
+
+    call_id: int
+    key: str
+
+
+class PrefetchAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Bring an adapter onto the device if free pages allow it that no admitted request will want (0x09J)."""
+
+    call_id: int
+    key: str
+
+
+class PinAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Add one pin to an adapter, or take one away. A pinned adapter is loaded and not evicted. Replied at once."""
+
+    call_id: int
+    key: str
+    pinned: bool
+
+
+class RevokeAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """End an adapter that was found bad after publication, and every request on it. Replied when it is gone."""
+
+    call_id: int
+    key: str
+
+
+class SetLimits(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Change what adapters may take, while serving. None: as it is.
+
+    adapter_pages: pages of the pool. resident_adapters: adapters on the device. host_bytes: host images together.
+    """
+
+    call_id: int
+    adapter_pages: int | None = None
+    resident_adapters: int | None = None
+    host_bytes: int | None = None
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -146,5 +196,16 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
     body: dict[str, Any] = {}
 
 
-ToEngine = Submit | Abort | Finish | RegisterAdapter | RemoveAdapter | Inspect
+EngineCall = (
+    RegisterAdapter
+    | RemoveAdapter
+    | LoadAdapter
+    | PrefetchAdapter
+    | PinAdapter
+    | RevokeAdapter
+    | SetLimits
+    | Inspect
+)
+"""What is answered by one `Reply`."""
+ToEngine = Submit | Abort | Finish | EngineCall
 FromEngine = Tokens | Ended | Reply

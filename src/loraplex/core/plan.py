@@ -34,7 +34,7 @@ NO_REFERENCE: Final = -1
 
 PLAN_FORMAT: Final = PackedFormat(
     magic=0x6C70_6C6E,
-    version=1,
+    version=2,
     scalars=("generation", "reference", "prefills", "decodes", "doff"),
     sections=(
         Section("tokens"),
@@ -49,6 +49,8 @@ PLAN_FORMAT: Final = PackedFormat(
         Section("logit_rows"),
         Section("samples", len(SAMPLE_COLUMNS)),
         Section("prompt_logprobs", len(PROMPT_LOGPROB_COLUMNS)),
+        Section("mask_samples"),
+        Section("mask_words"),
         Section("opens", len(OPEN_COLUMNS)),
         Section("open_bias", 2),
         Section("open_history"),
@@ -61,6 +63,11 @@ PLAN_FORMAT: Final = PackedFormat(
     ),
     fault=ErrorCode.PLAN_MALFORMED,
 )
+
+
+def mask_width(vocab_size: int) -> int:
+    """Words of one sample's token mask."""
+    return -(-vocab_size // 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +89,9 @@ class BatchPlan:
     the token that is sampled; top log probabilities wanted (-1: none, 0: the sampled token's alone).
     prompt_logprobs [Q, 4], columns `PROMPT_LOGPROB_COLUMNS`: index into `logit_rows`; packed request; actual next
     token; top entries wanted.
+    mask_samples [M]: samples, increasing, that may only be certain tokens; mask_words [M * ceil(vocabulary / 32)]: for
+    each of them one bit a token, bit t of word t // 32 set where token t may be drawn. The bits are in the plan, so
+    that a replay needs no grammar.
     opens [O, 14], columns `OPEN_COLUMNS`: a request slot starts over; float fields are float32 bits; `bias` entries of
     open_bias [*, 2] (token, float32 bits) and `history` tokens of open_history belong to it, in order. History (all
     tokens known so far) is sent only where penalties use it.
@@ -108,6 +118,8 @@ class BatchPlan:
     logit_rows: I32
     samples: I32
     prompt_logprobs: I32
+    mask_samples: I32 = field(default_factory=empty)
+    mask_words: I32 = field(default_factory=empty)
     opens: I32 = field(default_factory=lambda: empty(len(OPEN_COLUMNS)))
     open_bias: I32 = field(default_factory=lambda: empty(2))
     open_history: I32 = field(default_factory=empty)
@@ -127,6 +139,11 @@ class BatchPlan:
     def sample_rows(self) -> I32:
         """Packed row of each sample, in scheduler order (0x03E)."""
         return np.asarray(self.logit_rows[self.samples[:, 0]])
+
+    @property
+    def masks(self) -> I32:
+        """[M, words] the masks of `mask_samples`."""
+        return self.mask_words.reshape(self.mask_samples.size, -1) if self.mask_samples.size else empty(2)
 
     @property
     def row_indptr(self) -> I32:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.core.packed import I32
-from loraplex.core.plan import NO_REFERENCE, BatchPlan
+from loraplex.core.packed import I32, empty
+from loraplex.core.plan import NO_REFERENCE, BatchPlan, mask_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ def check_plan(plan: BatchPlan, bounds: PlanBounds) -> None:
     _check_segments(plan)
     _check_groups(plan)
     _check_logits(plan, bounds)
+    _check_masks(plan, bounds)
     _check_deltas(plan, bounds)
 
 
@@ -186,6 +187,21 @@ def _check_logits(plan: BatchPlan, bounds: PlanBounds) -> None:
         _within(scored[:, 2], 0, bounds.vocab_size), code, "a prompt log probability's target is no token"
     )
     _require((scored[:, 3] >= 0).all(), code, "a prompt log probability asks for a negative count")
+
+
+def _check_masks(plan: BatchPlan, bounds: PlanBounds) -> None:
+    code, samples, words = ErrorCode.PLAN_MASKS, plan.mask_samples, plan.mask_words
+    width = mask_width(bounds.vocab_size)
+    _require(words.size == samples.size * width, code, f"{words.size} mask words for {samples.size} masks")
+    _require(_within(samples, 0, len(plan.samples)), code, "a mask belongs to no sample")
+    _require((np.diff(samples) > 0).all(), code, "masked samples are not strictly increasing")
+    if not samples.size:
+        return
+    masks = plan.masks
+    _require((masks != 0).any(axis=1).all(), code, "a mask allows no token")
+    spare = bounds.vocab_size % 32
+    beyond = masks[:, -1].view(np.uint32) >> np.uint32(spare) if spare else empty()
+    _require(not beyond.any(), code, "a mask allows a token outside the vocabulary")
 
 
 def _check_deltas(plan: BatchPlan, bounds: PlanBounds) -> None:

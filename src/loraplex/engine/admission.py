@@ -11,10 +11,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-from loraplex.core.errors import CapacityError, ErrorCode
+from loraplex.core.errors import CapacityError, ErrorCode, LoraplexError
 from loraplex.core.events import RequestAdmitted
-from loraplex.engine import residency
-from loraplex.engine.records import LoadJob, Phase, RequestRecord
+from loraplex.engine import constraints, hosting, loads, pressure
+from loraplex.engine.records import LoadJob, Phase, Purpose, RequestRecord
 from loraplex.engine.state import EngineState
 from loraplex.memory.leases import SlotLease
 from loraplex.memory.residency import AdapterEntry
@@ -36,6 +36,7 @@ class Outcome(StrEnum):
     PARKED = "parked"
     BLOCKED = "blocked"
     SKIPPED = "skipped"
+    EARLY = "early"
     GONE = "gone"
 
 
@@ -58,6 +59,8 @@ def admit(state: EngineState) -> None:
                 record.skipped += 1
                 if record.skipped > MAX_SKIPS:
                     break
+            case Outcome.EARLY:
+                held_back.append(ticket)
             case Outcome.PARKED:
                 assert record.entry is not None
                 state.queue.park(ticket, record.entry.key)
@@ -74,46 +77,65 @@ def _slots_promised(state: EngineState) -> int:
 
 
 def _try(state: EngineState, record: RequestRecord) -> Outcome:
-    if record.deadline_ns and record.outputs == 0 and state.clock.now_ns() > record.deadline_ns:
-        state.end(
-            record,
-            error=CapacityError(
-                ErrorCode.DEADLINE_EXCEEDED, "the request could not start before its deadline"
-            ),
-        )
-        return Outcome.GONE
+    early = _before_resources(state, record)
+    if early is not None:
+        return early
     entry = record.entry
     ready = readiness(entry)
     if ready is Readiness.LOADING:
         return Outcome.PARKED
     demand = demand_of(state, record, ready)
-    held_back = Outcome.SKIPPED if ready is Readiness.COLD else Outcome.BLOCKED
-    shortfall = demand.required - state.pool.free
-    reclaimable = residency.reclaimable_pages(state, entry) if shortfall > 0 else 0
+    refusal = pressure.impossible(state, entry, demand.kv_initial)
+    if refusal is not None:
+        return _refuse(state, record, refusal)
+    if entry is not None and ready is not Readiness.READY:
+        return _try_cold(state, record, entry, demand, ready)
+    missing = demand.required - state.pool.free
+    reclaimable = pressure.reclaimable_pages(state, entry) if missing > 0 else 0
     if not eligible(ready, state.table.free_slots, demand, state.pool.free, reclaimable):
-        return held_back
-    if ready is Readiness.COLD and not _can_load(state, entry):
-        return held_back
-    shortfall = demand.required - state.pool.free
-    if shortfall > 0 and not residency.evict_for(state, shortfall, entry):
-        return held_back
-    transaction = Transaction.reserve(state.next_transaction(), state.pool, demand, state.copy_fence)
-    if transaction is None:
-        return held_back
-    record.transaction = transaction
-    if ready is Readiness.COLD and entry is not None:
-        record.phase = Phase.LOADING
-        residency.start_load(state, entry, transaction, record=record)
-    else:
-        bind(state, record)
+        return Outcome.BLOCKED
+    if missing > 0 and not pressure.evict_for(state, missing, entry):
+        return Outcome.BLOCKED
+    record.transaction = Transaction.reserve(state.next_transaction(), state.pool, demand)
+    if record.transaction is None:
+        return Outcome.BLOCKED
+    bind(state, record)
     return Outcome.ADMITTED
 
 
-def _can_load(state: EngineState, entry: AdapterEntry | None) -> bool:
-    """Whether a load may start now; frees an adapter slot for it where one can be had."""
-    if entry is None or not load_eligible(entry):
-        return False
-    return state.directory.free > 0 or residency.evict_for(state, 1, entry)
+def _before_resources(state: EngineState, record: RequestRecord) -> Outcome | None:
+    """A deadline that has passed ends a request; a grammar that is not there yet holds it back. None: go on."""
+    if record.deadline_ns and record.outputs == 0 and state.clock.now_ns() > record.deadline_ns:
+        return _refuse(
+            state,
+            record,
+            CapacityError(ErrorCode.DEADLINE_EXCEEDED, "the request could not start before its deadline"),
+        )
+    if not constraints.begin(state, record):
+        return Outcome.EARLY if record.request_id in state.records else Outcome.GONE
+    return None
+
+
+def _try_cold(
+    state: EngineState, record: RequestRecord, entry: AdapterEntry, demand: Demand, ready: Readiness
+) -> Outcome:
+    """Bring the image to the host, or reserve adapter and KV pages together and start the load."""
+    if ready is Readiness.ABSENT:
+        return Outcome.PARKED if hosting.want(state, entry) else Outcome.SKIPPED
+    if state.clock.now_ns() < entry.retry_at_ns or not load_eligible(entry):
+        return Outcome.SKIPPED
+    transaction = pressure.reserve(state, demand, entry, evicting=True)
+    if transaction is None:
+        return Outcome.SKIPPED
+    record.transaction = transaction
+    record.phase = Phase.LOADING
+    loads.begin(state, entry, transaction, Purpose.ADMISSION, record)
+    return Outcome.ADMITTED
+
+
+def _refuse(state: EngineState, record: RequestRecord, error: LoraplexError) -> Outcome:
+    state.end(record, error=error)
+    return Outcome.GONE
 
 
 def demand_of(state: EngineState, record: RequestRecord, ready: Readiness) -> Demand:
@@ -121,7 +143,7 @@ def demand_of(state: EngineState, record: RequestRecord, ready: Readiness) -> De
     kv, known = state.limits.kv, int(record.tokens.size)
     initial = kv.pages_for(known)
     horizon = min(state.limits.growth_horizon, max(record.remaining_outputs - 1, 0))
-    adapter = record.entry.page_count if ready is Readiness.COLD and record.entry is not None else 0
+    adapter = record.entry.page_count if ready is not Readiness.READY and record.entry is not None else 0
     return Demand(adapter, initial, kv.pages_for(known + horizon) - initial, len(state.by_slot))
 
 
@@ -137,11 +159,14 @@ def bind(state: EngineState, record: RequestRecord) -> None:
     record.transaction = None
     if record.revision is not None:
         record.lease = SlotLease.take(record.revision, state.launched)
+        if record.lease.entry.prefetched:
+            pressure.note_prefetch(state, record.lease.entry, used=True)
         table.adapter_slot[slot] = record.lease.slot
         table.adapter_generation[slot] = record.lease.generation
     table.logprobs[slot] = sampling.logprobs
     table.prompt_logprobs[slot] = sampling.prompt_logprobs
     table.scored[slot] = record.scored
+    table.masked[slot] = record.constraint is not None
     state.deltas.open_request(record, slot, incarnation)
     state.deltas.page_table(table.add_pages(slot, pages))
     record.slot, record.phase, record.skipped = slot, Phase.RUNNING, 0
@@ -153,18 +178,10 @@ def bind(state: EngineState, record: RequestRecord) -> None:
     record.admissions += 1
 
 
-def loaded(state: EngineState, job: LoadJob, intact: bool) -> None:
-    """The copy that a request's admission started has ended: run the request, or end it typed."""
+def loaded(state: EngineState, job: LoadJob) -> None:
+    """The load that a request's admission started is published: run the request; its transaction ends with that."""
     record = job.record
-    if record is None or record.phase is Phase.ENDED:
-        if intact:
-            job.transaction.close()
-        return
-    if intact:
+    if record is not None and record.phase is Phase.LOADING:
         bind(state, record)
-        return
-    record.transaction = None
-    state.end(
-        record,
-        error=residency.load_error(job.entry),
-    )
+    else:
+        job.transaction.close()

@@ -8,6 +8,7 @@ from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.layout import KvShape
 from loraplex.core.plan_check import PlanBounds
+from loraplex.memory.eviction import RANKINGS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,10 @@ class EngineLimits:
     num_pages: pages of the pool, the null page included. max_model_len: positions of one request. token_budget: rows of
     one iteration. depth: plans launched ahead of the newest commit, 0 or 1. copies_on_compute_stream: adapter copies
     are ordered with compute, so that a freed page may be overwritten at once. scrub: freed pages are filled with 0xFF
-    (tests). vocab_size: ids the model knows.
+    (tests). vocab_size: ids the model knows. host_bytes: host images together, None for no bound. adapter_pages: pages
+    that adapters may take, None for all; both change at run time. adapter_floor: pages of adapters that KV pressure
+    leaves alone. ranking: name in `memory.eviction.RANKINGS`. copy_bytes_per_s: what bringing a page back is priced at.
+    load_retry_ns: pause after a first failed load.
     """
 
     kv: KvShape
@@ -30,7 +34,13 @@ class EngineLimits:
     max_adapter_slots: int = 1025
     max_waiting: int = limits.MAX_WAITING_REQUESTS
     growth_horizon: int = limits.GROWTH_HORIZON_TOKENS
-    copies_on_compute_stream: bool = True
+    copies_on_compute_stream: bool = False
+    host_bytes: int | None = None
+    adapter_pages: int | None = None
+    adapter_floor: int = 0
+    ranking: str = "restore_cost"
+    copy_bytes_per_s: int = 4_000_000_000
+    load_retry_ns: int = limits.LOAD_RETRY_NS
     scrub: bool = False
 
     def __post_init__(self) -> None:
@@ -41,6 +51,11 @@ class EngineLimits:
                 raise CallerError(
                     ErrorCode.CONFIG_INVALID, f"{name} must be at least 1, got {getattr(self, name)}"
                 )
+        if self.ranking not in RANKINGS:
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID,
+                f"ranking must be one of {', '.join(RANKINGS)}, got {self.ranking!r}",
+            )
         if self.num_pages < 2:
             raise CallerError(
                 ErrorCode.CONFIG_INVALID, f"the pool has {self.num_pages} pages; at least 2 are needed"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from loraplex.core.events import RequestPreempted
-from loraplex.engine import residency
+from loraplex.engine import pressure
 from loraplex.engine.records import Phase, RequestRecord
 from loraplex.engine.state import EngineState
 from loraplex.memory.pages import PageState
@@ -35,7 +35,7 @@ def reserve(state: EngineState, selection: Selection) -> Selection:
 
 def _give(state: EngineState, slot: int, count: int) -> bool:
     while state.pool.free < count:
-        if residency.evict_for(state, count - state.pool.free):
+        if pressure.evict_for(state, count - state.pool.free):
             continue
         if not _preempt_younger(state, slot):
             return False

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
+from loraplex.engine.controls import limits_of
+from loraplex.engine.pressure import pinned_pages
 from loraplex.engine.residency import describe
 from loraplex.engine.state import EngineState
 
@@ -23,6 +26,27 @@ def inspect_engine(state: EngineState) -> dict[str, Any]:
         "requests": {"running": len(state.by_slot), "waiting": len(state.queue), "live": len(state.records)},
         "steps": {"launched": state.launched, "committed": state.committed},
         "preemptions": state.preemptions,
+        "pins": {"adapters": len(state.pinned), "pages": pinned_pages(state.pinned.values())},
+        "host": {
+            "images": len(state.host),
+            "fetching": state.host.fetching,
+            "used_bytes": state.host.used_bytes,
+            "limit_bytes": state.host.limit_bytes,
+            "fetches": state.host.fetches,
+            "fetched_bytes": state.host.fetched_bytes,
+            "failures": state.host.failures,
+            "evictions": state.host.evictions,
+        },
+        "loads": {
+            "under_way": len(state.loads),
+            "wanted": len(state.wants),
+            "published": state.traffic.loads,
+            "copied_pages": state.traffic.copied_pages,
+            "failures": state.traffic.failures,
+            "restorations": state.traffic.restorations,
+            "by_purpose": dict(state.traffic.by_purpose),
+        },
+        "prefetch": asdict(state.speculation),
         "adapters": [describe(entry) for entry in state.adapters.values()]
         + [describe(entry) for entry, _ in state.departing],
         "limits": {
@@ -30,5 +54,6 @@ def inspect_engine(state: EngineState) -> dict[str, Any]:
             "max_model_len": state.limits.max_model_len,
             "token_budget": state.limits.token_budget,
             "pipeline_depth": state.limits.depth,
+            **limits_of(state),
         },
     }

@@ -11,17 +11,23 @@ from loraplex.core.events import RequestQueued
 from loraplex.core.messages import (
     Abort,
     Ended,
+    EngineCall,
     Finish,
     Inspect,
+    LoadAdapter,
+    PinAdapter,
+    PrefetchAdapter,
     RegisterAdapter,
     RemoveAdapter,
     Reply,
+    RevokeAdapter,
+    SetLimits,
     Submit,
     ToEngine,
 )
 from loraplex.core.packed import I32
 from loraplex.core.request import FinishReason
-from loraplex.engine import residency
+from loraplex.engine import controls, pressure, residency
 from loraplex.engine.inspect import inspect_engine
 from loraplex.engine.records import RequestRecord
 from loraplex.engine.state import EngineState
@@ -48,23 +54,33 @@ def handle(state: EngineState, message: ToEngine) -> None:
             if record is not None:
                 record.outputs = min(record.outputs, message.tokens)
                 state.end(record, reason=FinishReason.STOP)
-        case RegisterAdapter() | RemoveAdapter() | Inspect():
+        case _:
             try:
                 _call(state, message)
             except LoraplexError as error:
                 state.outbox.append(Reply(message.call_id, error.code.value, error.message))
-        case _:
-            assert_never(message)
 
 
-def _call(state: EngineState, message: RegisterAdapter | RemoveAdapter | Inspect) -> None:
+def _call(state: EngineState, message: EngineCall) -> None:
     match message:
         case RegisterAdapter():
             residency.register(state, message)
         case RemoveAdapter():
             residency.remove(state, message)
+        case LoadAdapter():
+            controls.load(state, message)
+        case PrefetchAdapter():
+            controls.prefetch(state, message)
+        case PinAdapter():
+            controls.pin(state, message)
+        case RevokeAdapter():
+            residency.revoke(state, message)
+        case SetLimits():
+            controls.set_limits(state, message)
         case Inspect():
             state.outbox.append(Reply(message.call_id, body=inspect_engine(state)))
+        case _:
+            assert_never(message)
 
 
 def submit(state: EngineState, message: Submit) -> None:
@@ -89,6 +105,7 @@ def submit(state: EngineState, message: Submit) -> None:
         prompt_tokens=int(prompt.size),
         tokens=prompt,
         revision=RevisionLease.take(entry) if entry is not None else None,
+        grammar=message.grammar,
     )
     state.records[record.request_id] = record
     state.queue.push(record.ticket)
@@ -142,10 +159,10 @@ def _feasible(state: EngineState, message: Submit, prompt: I32) -> AdapterEntry 
                 f"adapter {message.adapter[:12]} is not registered",
                 param="model",
             )
-    pages = limits.kv.pages_for(total) + (entry.page_count if entry is not None else 0)
-    if pages > state.pool.usable:
-        raise CallerError(
-            ErrorCode.REQUEST_EXCEEDS_POOL,
-            f"the request needs {pages} pages, the pool has {state.pool.usable}; shorten it or enlarge the pool",
-        )
+    kv_pages = limits.kv.pages_for(total)
+    refusal = pressure.too_large(
+        state, kv_pages + (entry.page_count if entry is not None else 0)
+    ) or pressure.impossible(state, entry, kv_pages)
+    if refusal is not None:
+        raise refusal
     return entry

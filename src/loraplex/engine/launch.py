@@ -14,6 +14,7 @@ from loraplex.core.packed import run_boundaries
 from loraplex.core.plan import BatchPlan
 from loraplex.core.plan_check import check_plan
 from loraplex.core.ports import Backend
+from loraplex.engine import constraints
 from loraplex.engine.state import EngineState, Flight
 from loraplex.memory.pages import PageState
 from loraplex.schedule.planner import plan_selection
@@ -21,10 +22,14 @@ from loraplex.schedule.select import Selection
 
 
 def make_flight(state: EngineState, selection: Selection) -> Flight | None:
-    """Plan the selection and the pending deltas; None when there is neither."""
-    if not selection.slots.size and not state.deltas:
-        return None
+    """Plan the selection and the pending deltas; None when there is neither.
+
+    While copies are under way a plan without either asks how they are.
+    """
     started = state.clock.now_ns()
+    selection, masks = constraints.masks_for(state, selection)
+    if not selection.slots.size and not state.deltas and not state.copying:
+        return None
     deltas = state.deltas.take(state.table)
     plan = plan_selection(
         state.table,
@@ -32,6 +37,7 @@ def make_flight(state: EngineState, selection: Selection) -> Flight | None:
         generation=state.launched + 1,
         newest_launched=state.newest_in_flight,
         deltas=deltas,
+        masks=masks,
     )
     _, before = run_boundaries(np.repeat(state.table.adapter_slot[selection.slots], selection.rows))
     return Flight(plan, selection, deltas, state.clock.now_ns() - started, int(before.size))

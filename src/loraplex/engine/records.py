@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 from loraplex.core.messages import EngineSampling
 from loraplex.core.packed import I32
+from loraplex.core.ports import Constraint
 from loraplex.memory.leases import RevisionLease, SlotLease
 from loraplex.memory.residency import AdapterEntry
 from loraplex.memory.transaction import Transaction
@@ -27,8 +28,10 @@ class RequestRecord:
     """A request from enqueue to end.
 
     tokens: known tokens while it waits (prompt, after a preemption with its output). ticket: its place in the queue,
-    given once. scored: prompt positions whose log probabilities were sent. admissions: how often it was admitted;
-    bound_admission: the last of which a client knows what it was bound to. preempting: its pages go as soon as nothing
+    given once. grammar: what its output must follow; constraint: how far it has come there, from its first admission on.
+    load_attempts: loads for it that failed; a retry keeps everything else. scored: prompt positions whose log
+    probabilities were sent. admissions: how often it was admitted; bound_admission: the last of which a client knows
+    what it was bound to. preempting: its pages go as soon as nothing
     of it is in flight.
     """
 
@@ -52,7 +55,10 @@ class RequestRecord:
     admissions: int = 0
     bound_admission: int = 0
     skipped: int = 0
+    load_attempts: int = 0
     preempting: bool = False
+    grammar: str | None = None
+    constraint: Constraint | None = None
     first_token: bool = False
 
     @property
@@ -66,16 +72,48 @@ class RequestRecord:
         return self.sampling.max_tokens - self.outputs
 
 
+class Purpose(IntEnum):
+    """Why an adapter is loaded, in the order in which copies are started."""
+
+    RESTORE = 0
+    ADMISSION = 1
+    SHADOW = 2
+    PIN = 3
+    PREFETCH = 4
+    REGISTER = 5
+
+    @property
+    def speculative(self) -> bool:
+        """Whether nobody waits for it: it takes only what no admitted request will want (0x09J)."""
+        return self in (Purpose.PREFETCH, Purpose.REGISTER)
+
+
 @dataclass(slots=True)
 class LoadJob:
-    """A copy under way into (slot, generation). record: the request whose admission started it, if one did.
+    """A load into (slot, generation). record: the request whose admission started it, if one did.
 
-    call_id: the registration that waits for it, or 0.
+    started: its copy was put into a plan; before, it waits for the last launch that may name its pages.
     """
 
     entry: AdapterEntry
     slot: int
     generation: int
     transaction: Transaction
+    purpose: Purpose
     record: RequestRecord | None = None
-    call_id: int = 0
+    started: bool = False
+
+
+@dataclass(slots=True)
+class Want:
+    """A call that wishes an adapter on the device. tries: steps in which it found no pages."""
+
+    entry: AdapterEntry
+    purpose: Purpose
+    call_id: int
+    tries: int = 0
+
+    @property
+    def stalled(self) -> bool:
+        """Whether only something that somebody does could move it on: a pin that finds no room."""
+        return self.purpose is Purpose.PIN and self.tries > 0

@@ -6,23 +6,27 @@ Nothing here waits, and nothing here knows a backend: the calls of `step.py` rea
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 from loraplex.core.errors import LoraplexError
 from loraplex.core.events import Event, RequestFinished
 from loraplex.core.messages import Ended, FromEngine
 from loraplex.core.packed import I32
 from loraplex.core.plan import BatchPlan
-from loraplex.core.ports import Clock
+from loraplex.core.ports import Clock, Grammars, Loader
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.deltas import PendingDeltas
-from loraplex.engine.records import LoadJob, Phase, RequestRecord
+from loraplex.engine.records import LoadJob, Phase, RequestRecord, Want
+from loraplex.memory.host import HostTier
 from loraplex.memory.pages import PagePool, PageState
 from loraplex.memory.residency import AdapterEntry, SlotDirectory
 from loraplex.schedule.packing import Deltas
 from loraplex.schedule.queue import WaitingQueue
 from loraplex.schedule.running import RunningTable
 from loraplex.schedule.select import Selection
+
+NO_BOUND: Final = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +40,66 @@ class Flight:
     runs_before: int
 
 
-class EngineState:
-    """Pool, adapters, requests, queue, flights, outgoing messages and events."""
+@dataclass(slots=True)
+class Caps:
+    """What adapters may take, changed at run time: pages of the pool, and entries of the slot directory."""
 
-    def __init__(self, limits: EngineLimits, clock: Clock) -> None:
+    adapter_pages: int
+    resident_adapters: int
+
+
+@dataclass(slots=True)
+class Speculation:
+    """How prefetches fared (0x09K): loads published, those used before they were evicted, pages wasted."""
+
+    published: int = 0
+    used: int = 0
+    wasted_pages: int = 0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Pages that loads moved, for load amplification; failures of loads and fetches."""
+
+    copied_pages: int = 0
+    loads: int = 0
+    failures: int = 0
+    restorations: int = 0
+    by_purpose: dict[str, int] = field(default_factory=dict)
+
+
+class EngineState:
+    """Pool, adapters, requests, queue, flights, outgoing messages and events.
+
+    adapters: registered ones by key. departing: removed ones that are still in use, with the call that hears of their
+    end. occupied: adapter slots that are taken, with or without a published adapter. sharers: adapters that have not left,
+    by the kernel digest of their image. pinned: those with a pin.
+    """
+
+    def __init__(self, limits: EngineLimits, clock: Clock, grammars: Grammars, loader: Loader) -> None:
         self.limits = limits
         self.clock = clock
+        self.grammars = grammars
+        self.loader = loader
+        self.host = HostTier(limits.host_bytes if limits.host_bytes is not None else NO_BOUND)
         self.pool = PagePool(limits.num_pages, limits.kv.page_bytes)
         self.directory = SlotDirectory(limits.max_adapter_slots)
         self.table = RunningTable(limits.max_requests, limits.max_pages_per_request)
         self.queue = WaitingQueue()
         self.records: dict[str, RequestRecord] = {}
         self.by_slot: dict[int, RequestRecord] = {}
+        usable = self.pool.usable
+        self.caps = Caps(
+            min(limits.adapter_pages, usable) if limits.adapter_pages is not None else usable,
+            limits.max_adapter_slots - 1,
+        )
         self.adapters: dict[str, AdapterEntry] = {}
+        self.sharers: dict[str, list[AdapterEntry]] = {}
+        self.occupied: dict[int, AdapterEntry] = {}
+        self.pinned: dict[str, AdapterEntry] = {}
+        self.wants: list[Want] = []
+        self.speculation = Speculation()
+        self.traffic = Traffic()
         self.departing: list[tuple[AdapterEntry, int]] = []
         self.entry_of_slot: dict[int, AdapterEntry] = {}
         self.loads: dict[tuple[int, int], LoadJob] = {}
@@ -80,7 +131,32 @@ class EngineState:
     @property
     def busy(self) -> bool:
         """Whether a step has anything to do without a new message."""
-        return bool(self.records or self.flights or self.deltas or self.loads or self.departing)
+        return bool(
+            self.records
+            or self.flights
+            or self.deltas
+            or self.loads
+            or self.departing
+            or any(not wanted.stalled for wanted in self.wants)
+            or self.host.fetching
+        )
+
+    @property
+    def copying(self) -> bool:
+        """Whether a backend has copies under way."""
+        return any(job.started for job in self.loads.values())
+
+    @property
+    def only_fetching(self) -> bool:
+        """Whether nothing can move before a fetch ends."""
+        return bool(self.host.fetching) and not (self.by_slot or self.flights or self.deltas or self.loads)
+
+    def withdraw(self, entry: AdapterEntry, call_id: int = 0) -> None:
+        """Take an adapter out of the registered ones; `call_id` hears when it has left."""
+        del self.adapters[entry.key]
+        self.pinned.pop(entry.key, None)
+        entry.removing = True
+        self.departing.append((entry, call_id))
 
     def emit(self, event: Event) -> None:
         """Append to the event spine; published at the end of the step."""
@@ -88,10 +164,14 @@ class EngineState:
 
     def free_pages(self, pages: I32, kind: PageState, owner: int, generation: int) -> None:
         """Give an object's pages back to the pool, scrubbed first where tests ask for it."""
-
-        self.pool.release(pages, kind, owner, generation, self.launched)
+        self.pool.release(pages, kind, owner, generation, self.fence)
         if self.limits.scrub:
             self.deltas.scrub(pages)
+
+    @property
+    def fence(self) -> int:
+        """Newest launch that may touch a page given up now; the next one where it will be scrubbed."""
+        return self.launched + 1 if self.limits.scrub else self.launched
 
     def release_slot(self, record: RequestRecord) -> None:
         """Free a running request's slot, pages and slot lease; nothing of it may be in flight."""
@@ -129,6 +209,7 @@ class EngineState:
             self.table.stopping[record.slot] = True
         elif was is Phase.LOADING and record.transaction is not None:
             record.transaction.release_kv(self.launched)
+            record.transaction = None
         self.settle(record)
 
     def settle(self, record: RequestRecord) -> None:

@@ -1,7 +1,7 @@
 """The engine's step, as seven named calls. Read this first.
 
     drain    messages from clients become state
-    admit    requests at the head of the queue get slot, pages and leases, or start a load
+    admit    requests at the head of the queue get slot, pages and leases, or start a load; wishes for adapters move on
     reserve  selected rows get pages; the pool's pressure is resolved here
     plan     the selection becomes a frozen, packed plan
     execute  the plan is validated against current state and launched
@@ -16,11 +16,22 @@ Synchronous and deterministic: everything outside comes through ports.
 
 from __future__ import annotations
 
-from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.plan import StepResult
-from loraplex.core.ports import Backend, Clock, EventSink, Mailbox
-from loraplex.engine import admission, commit, growth, intake, launch, residency
+from loraplex.core.ports import Backend, Clock, EventSink, Grammars, Loader, Mailbox
+from loraplex.engine import (
+    admission,
+    commit,
+    controls,
+    growth,
+    hosting,
+    intake,
+    integrity,
+    launch,
+    loads,
+    residency,
+)
 from loraplex.engine.config import EngineLimits
+from loraplex.engine.constraints import NoGrammars
 from loraplex.engine.state import EngineState, Flight
 from loraplex.schedule.select import Selection, select_rows
 
@@ -29,9 +40,20 @@ class Engine:
     """One worker's control plane: requests and adapters in, plans out, tokens back."""
 
     def __init__(
-        self, limits: EngineLimits, backend: Backend, mailbox: Mailbox, clock: Clock, events: EventSink
+        self,
+        limits: EngineLimits,
+        backend: Backend,
+        mailbox: Mailbox,
+        clock: Clock,
+        events: EventSink,
+        *,
+        grammars: Grammars | None = None,
+        loader: Loader | None = None,
     ) -> None:
-        self.state = EngineState(limits, clock)
+        """grammars: None refuses requests whose output must follow one. loader: None where every image is on the host."""
+        self.state = EngineState(
+            limits, clock, grammars or NoGrammars(), hosting.AllOnHost() if loader is None else loader
+        )
         self._backend = backend
         self._mailbox = mailbox
         self._events = events
@@ -51,10 +73,19 @@ class Engine:
         messages = self._mailbox.receive(wait)
         for message in messages:
             intake.handle(self.state, message)
-        return bool(messages)
+        fetched = hosting.poll(self.state)
+        return bool(messages) or fetched
 
     def _admit(self) -> None:
-        admission.admit(self.state)
+        state = self.state
+        controls.enforce(state)
+        controls.serve(state)
+        fetched = hosting.poll(state)  # what `serve` asked for may be there already
+        if fetched:
+            controls.serve(state)
+        admission.admit(state)
+        controls.prefetch_queue(state)
+        loads.pump(state)
 
     def _reserve(self) -> Selection:
         selection = select_rows(self.state.table, self.state.limits.token_budget)
@@ -111,13 +142,5 @@ class Engine:
         return not self.state.busy
 
     def check(self) -> None:
-        """Integrity when idle: pages conserved, no leases or slots left behind. Raises the broken invariant."""
-        state = self.state
-        state.pool.check()
-        counts = state.pool.counts()
-        resident = sum(int(entry.pages.size) for entry in state.adapters.values())
-        if self.idle and (counts.kv or counts.reserved or counts.adapter != resident or state.by_slot):
-            raise InternalFault(
-                ErrorCode.PAGE_CONSERVATION,
-                f"pages or slots leaked while idle: {counts}, {resident} adapter pages",
-            )
+        """Integrity of all books, complete when idle. Raises the broken invariant."""
+        integrity.check(self.state)

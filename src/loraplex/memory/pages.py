@@ -46,6 +46,16 @@ class PageCounts:
         """Whether the four states add up to the pool (0x05A)."""
         return self.free + self.reserved + self.adapter + self.kv == self.total
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the pool."""
+        return self.total * self.page_bytes
+
+    @property
+    def bytes_by_state(self) -> dict[str, int]:
+        """The same ledger in bytes; its values add up to `total_bytes` where the pages are conserved."""
+        return {name: getattr(self, name) * self.page_bytes for name in ("free", "reserved", "adapter", "kv")}
+
 
 class PagePool:
     """State, owner, owner generation and fence of each page. Pages are numbered from 1; 0 is the null page."""
@@ -93,19 +103,41 @@ class PagePool:
             raise InternalFault(ErrorCode.PAGE_STATE, f"{count} pages asked of {len(self._free)} free ones")
         return self._take([self._free.pop() for _ in range(count)], txn)
 
-    def reserve_for_copy(self, count: int, txn: int, completed_launch: int) -> I32 | None:
-        """Take `count` free pages that no launch after `completed_launch` may name, longest free first.
+    def reserve_for_copy(self, count: int, txn: int) -> I32:
+        """Take `count` free pages for transaction `txn`, longest free first: their fence passes soonest."""
+        if not 0 <= count <= len(self._free):
+            raise InternalFault(ErrorCode.PAGE_STATE, f"{count} pages asked of {len(self._free)} free ones")
+        return self._take([self._free.popleft() for _ in range(count)], txn)
 
-        None when fewer than `count` such pages are free; nothing changes then.
+    def take_over(
+        self, pages: I32, kind: PageState, owner: int, generation: int, txn: int, last_launch: int
+    ) -> None:
+        """Turn pages of a retired `owner`@`generation` into pages reserved by `txn`, never free in between.
+
+        last_launch: the newest launch that may name them.
         """
-        if count > len(self._free):
-            return None
-        chosen = [page for page in self._free if self._fence[page] <= completed_launch][:count]
-        if len(chosen) < count:
-            return None
-        taken = set(chosen)
-        self._free = deque(page for page in self._free if page not in taken)
-        return self._take(chosen, txn)
+        self._expect(pages, kind, owner, generation)
+        self._state[pages] = PageState.RESERVED
+        self._owner[pages] = txn
+        self._fence[pages] = np.maximum(self._fence[pages], last_launch)
+
+    def hand_over(self, pages: I32, txn: int, to_txn: int) -> None:
+        """Pass reserved pages from one transaction to another."""
+        self._expect(pages, PageState.RESERVED, txn, None)
+        self._owner[pages] = to_txn
+
+    def fence_of(self, pages: I32) -> int:
+        """Newest launch that may still name any of `pages`; 0 when there is none."""
+        return int(self._fence[pages].max()) if pages.size else 0
+
+    def require_fence(self, pages: I32, completed_launch: int) -> None:
+        """Raise `page_fence` unless every launch that may name `pages` has completed: before a copy beside compute."""
+        fence = self.fence_of(pages)
+        if fence > completed_launch:
+            raise InternalFault(
+                ErrorCode.PAGE_FENCE,
+                f"launch {fence} may still use a page that would be overwritten; {completed_launch} has completed",
+            )
 
     def _take(self, pages: list[int], txn: int) -> I32:
         out = np.array(pages, dtype=np.int32)
@@ -135,7 +167,7 @@ class PagePool:
     def _to_free(self, pages: I32, last_launch: int) -> None:
         self._state[pages] = PageState.FREE
         self._owner[pages] = -1
-        self._fence[pages] = last_launch
+        self._fence[pages] = np.maximum(self._fence[pages], last_launch)
         self._free.extend(pages.tolist())
 
     def _expect(self, pages: I32, state: PageState, owner: int, generation: int | None) -> None:

@@ -1,10 +1,10 @@
 """Where each adapter is: one transition table, one directory of adapter slots.
 
-Owns residency states, slot generations and the counts that make an adapter evictable; never moves bytes and never
-chooses when to load. No row binds before the whole adapter is published, and a slot's generation grows at each new
+Owns residency states, slot generations and the counts that make an adapter evictable; never moves bytes, never chooses
+victims (`eviction`) and never chooses when to load. No row binds before the whole adapter is published, and a slot's generation grows at each new
 occupation, so that a stale handle can never become valid again (ABA).
 
-Specification: 0x04C (state machine), 0x04F (counts), 0x05D (eligibility), 0x07F to 0x07H (handles and leases).
+Specification: 0x04C (state machine), 0x04F (counts), 0x07F to 0x07H (handles and leases), 0x09A (its projection).
 """
 
 from __future__ import annotations
@@ -45,11 +45,26 @@ TRANSITIONS: Final[dict[AdapterState, frozenset[AdapterState]]] = {
     _S.IDLE: frozenset({_S.ACTIVE, _S.RETIRING}),
     _S.RETIRING: frozenset({_S.HOST_READY, _S.ABSENT}),
 }
-"""Every legal change of state. HOST_READY after RETIRING is an eviction: the host source stays."""
+"""Every legal change of state.
+
+HOST_READY after RETIRING is an eviction: the host source stays. HOST_READY after RESERVED, LOADING or VALIDATED is a load
+that was rolled back. ABSENT after HOST_READY is a host image that was given up. RETIRING after ACTIVE is a removal or a
+swap under requests that go on.
+"""
 
 BINDABLE: Final = frozenset({_S.PUBLISHED, _S.ACTIVE, _S.IDLE})
 LOADING: Final = frozenset({_S.RESERVED, _S.LOADING, _S.VALIDATED})
 EVICTABLE: Final = frozenset({_S.PUBLISHED, _S.IDLE})
+
+
+class Residency(StrEnum):
+    """The scheduler's five words for the same thing (0x09A)."""
+
+    COLD = "cold"
+    LOADING = "loading"
+    RESIDENT = "resident"
+    RETIRING = "retiring"
+    FAILED = "failed"
 
 
 @dataclass(slots=True)
@@ -59,7 +74,9 @@ class AdapterEntry:
     slot, generation: its entry in the row-table directory while it has pages, else 0. refcount: slot leases;
     pin_count: explicit pins; queued_reservations: accepted queue entries that assume it stays; inflight_events: copies
     that may still write its pages; last_plan: newest launch that names it. revision_leases: live requests bound to the
-    revision, running or not. removing: no new requests; it goes when its last lease does.
+    revision, running or not. removing: no new requests; it goes when its last lease does. revoked: found bad after it
+    was published. evicting: the transaction that took its pages and may have to give them back, else 0. failures: loads
+    and fetches in a row that failed; retry_at_ns: none is tried before. prefetched: loaded on speculation, not used yet.
     """
 
     key: str
@@ -82,6 +99,11 @@ class AdapterEntry:
     revision_leases: int = 0
     host_source_verified: bool = False
     removing: bool = False
+    revoked: bool = False
+    evicting: int = 0
+    failures: int = 0
+    retry_at_ns: int = 0
+    prefetched: bool = False
 
     def move(self, after: AdapterState) -> AdapterState:
         """Change state along the table; returns the state before."""
@@ -95,45 +117,27 @@ class AdapterEntry:
 
     @property
     def resident(self) -> bool:
-        """Whether it is published, for new binds or, while it retires, for requests that leased its revision."""
-        return self.state in BINDABLE or self.state is AdapterState.RETIRING
+        """Whether it is published, for new binds or, while it retires, for requests that leased its revision.
+
+        One whose pages a transaction has taken is not: its bytes may be overwritten.
+        """
+        return self.state in BINDABLE or (self.state is AdapterState.RETIRING and not self.evicting)
 
     @property
     def loading(self) -> bool:
         """Whether a load is under way."""
         return self.state in LOADING
 
-
-def evictable(entry: AdapterEntry, completed_plan: int) -> bool:
-    """The full safety predicate of 0x04F with 0x05D's verified host source. Ranking never replaces it."""
-    return (
-        entry.state in EVICTABLE
-        and entry.refcount == 0
-        and entry.pin_count == 0
-        and entry.queued_reservations == 0
-        and entry.inflight_events == 0
-        and entry.last_plan <= completed_plan
-        and entry.host_source_verified
-    )
-
-
-def rank_victims(entries: list[AdapterEntry]) -> list[AdapterEntry]:
-    """Eviction order among eligible entries: least recently used, then larger, then by key (0x05D)."""
-    return sorted(entries, key=lambda e: (e.last_touch, -e.page_count, e.key))
-
-
-def choose_victims(
-    entries: list[AdapterEntry], pages_needed: int, completed_plan: int
-) -> list[AdapterEntry] | None:
-    """Fewest entries in ranking order whose pages cover `pages_needed`; None when eligible ones do not."""
-    chosen: list[AdapterEntry] = []
-    reclaimed = 0
-    for entry in rank_victims([e for e in entries if evictable(e, completed_plan)]):
-        if reclaimed >= pages_needed:
-            break
-        chosen.append(entry)
-        reclaimed += entry.page_count
-    return chosen if reclaimed >= pages_needed else None
+    @property
+    def residency(self) -> Residency:
+        """The projection onto the scheduler's words."""
+        if self.state in BINDABLE:
+            return Residency.RESIDENT
+        if self.state is AdapterState.RETIRING:
+            return Residency.RETIRING
+        if self.state in LOADING:
+            return Residency.LOADING
+        return Residency.FAILED if self.failures else Residency.COLD
 
 
 class SlotDirectory:

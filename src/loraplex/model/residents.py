@@ -1,9 +1,9 @@
-"""Adapters on this device, as plans tell: copy an image's pages, publish, retire. Decides nothing.
+"""Adapters on this device, as plans tell: start copies, publish, retire. Decides nothing.
 
 Order inside a plan: publications, retirements, scrubs, copies. Each is idempotent by (slot, generation), because a plan
-that failed gives its deltas back and a later one carries them again. A copy that cannot be made (image not there,
-tables that disagree with the model, bytes that differ) is reported as not intact and leaves its slot empty; it never
-fails the step.
+that failed gives its deltas back and a later one carries them again. Copies run beside the steps (`copies`); their ends
+are reported once, in the next result that is not a failure. A copy that cannot be made (image not there, tables that
+disagree with the model, bytes that differ) is reported as not intact and leaves its slot empty; it never fails the step.
 
 Specification: 0x04E (reserve, copy, validate, then publish), 0x05E; DESIGN 4 "Residency".
 """
@@ -11,7 +11,6 @@ Specification: 0x04E (reserve, copy, validate, then publish), 0x05E; DESIGN 4 "R
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,28 +19,21 @@ from loraplex.core.errors import ErrorCode, InternalFault, LoraplexError
 from loraplex.core.packed import I32
 from loraplex.core.plan import COPY_DIGEST_WORDS, BatchPlan
 from loraplex.core.ports import ImageSource
+from loraplex.model.copies import Copies, Copy, make_copies
 from loraplex.ops.table import AdapterTable
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """One copy of a plan. checksums: int64 [pages] of the device's bytes, None when the copy could not be made."""
-
-    slot: int
-    generation: int
-    checksums: torch.Tensor | None
-    expected: torch.Tensor
-
-
 class Residents:
     """Adapter slots of one device over `table`; `images` is where host bytes come from."""
 
-    def __init__(self, table: AdapterTable, images: ImageSource) -> None:
+    def __init__(self, table: AdapterTable, images: ImageSource, copies: Copies | None = None) -> None:
         self._table, self._images = table, images
+        self._copies = make_copies(table) if copies is None else copies
         self._held: dict[int, int] = {}
         self._retired: dict[int, int] = {}
+        self._unreported: list[tuple[int, int, int]] = []
 
     def check(self, plan: BatchPlan) -> None:
         """Refuse a plan whose adapter slots are not what it expects; raises `stale_slot_generation`. Changes nothing."""
@@ -69,10 +61,13 @@ class Residents:
                 slot, f"has published {published[slot]}; a request expects {int(generations[wrong[0]])}"
             )
 
-    def apply(self, plan: BatchPlan) -> list[Copied]:
-        """Carry out what `check` accepted."""
+    def apply(self, plan: BatchPlan) -> None:
+        """Carry out what `check` accepted, start its copies, and move those under way on."""
         for slot, generation in plan.publishes.tolist():
             if self._table.published[slot] != generation:
+                self._copies.complete(
+                    slot, generation
+                )  # live it has ended; a replay may be ahead of its copies
                 self._table.publish(slot, generation)
         for slot, generation in plan.retires.tolist():
             if self._held.get(slot) == generation:
@@ -82,34 +77,41 @@ class Residents:
         if plan.scrub_pages.size:
             scrubbed = torch.from_numpy(plan.scrub_pages.astype(np.int64)).to(self._table.pool.device)
             self._table.pool.index_fill_(0, scrubbed, 0xFF)
-        copied: list[Copied] = []
         offset = 0
         for row in plan.copies:
             slot, generation, count = row[COPY_DIGEST_WORDS:].tolist()
             pages = plan.copy_pages[offset : offset + count]
             offset += count
-            copied.append(
-                self._copy(row[:COPY_DIGEST_WORDS].astype("<i4").tobytes().hex(), slot, generation, pages)
-            )
-        return copied
+            self._start(row[:COPY_DIGEST_WORDS].astype("<i4").tobytes().hex(), slot, generation, pages)
+        self._copies.advance(plan.rows == 0)
 
-    def drop(self, slot: int, generation: int) -> None:
-        """Forget a copy that arrived damaged, unless the slot has moved on."""
-        if self._held.get(slot) == generation and not self._table.published[slot]:
-            self._table.retire(slot, generation)
-            del self._held[slot]
+    def report(self) -> I32:
+        """(slot, generation, intact) of copies that have ended and were not reported yet, int32 [n, 3]."""
+        for copy in self._copies.ended():
+            if not copy.intact:
+                self._drop(copy.slot, copy.generation)
+            self._unreported.append((copy.slot, copy.generation, int(copy.intact)))
+        rows, self._unreported = self._unreported, []
+        return np.array(rows, dtype=np.int32).reshape(-1, 3)
 
-    def _copy(self, digest: str, slot: int, generation: int, pages: I32) -> Copied:
+    def _start(self, digest: str, slot: int, generation: int, pages: I32) -> None:
+        if self._held.get(slot) == generation:
+            return  # started by a plan that failed afterwards
         try:
             image = self._images.open(digest)
             self._table.install(slot, image, pages)
         except LoraplexError as error:
             _log.warning("adapter image %s was not copied to slot %d: %s", digest[:12], slot, error)
-            return Copied(slot, generation, None, torch.empty(0, dtype=torch.int64))
+            self._unreported.append((slot, generation, 0))
+            return
         self._held[slot] = generation
-        for page, source in zip(pages.tolist(), image.pages, strict=True):
-            self._table.copy_page(page, source)
-        return Copied(slot, generation, self._table.checksums(pages), torch.tensor(image.checksums))
+        self._copies.start(Copy(slot, generation, image, pages.copy()))
+
+    def _drop(self, slot: int, generation: int) -> None:
+        """Forget a copy that arrived damaged, unless the slot has moved on."""
+        if self._held.get(slot) == generation and not self._table.published[slot]:
+            self._table.retire(slot, generation)
+            del self._held[slot]
 
 
 def _stale(slot: int, what: str) -> InternalFault:

@@ -6,14 +6,14 @@ Everything is enqueued at launch; only `Pending.finish` waits, and only for its 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from loraplex.core.packed import I32, empty, float_bits
 from loraplex.core.plan import BatchPlan, StepResult
-from loraplex.model.residents import Copied, Residents
+from loraplex.model.residents import Residents
 
 
 class Stopwatch:
@@ -80,7 +80,7 @@ def no_scores(count: int) -> Scores:
 class Pending:
     """A step that was launched: what `collect` turns into its result. Tensors are host copies under way.
 
-    tokens: int64 [S]. finite: bool [L], whether each logit row is. copied: the plan's copies, checksums on the host.
+    tokens: int64 [S]. finite: bool [L], whether each logit row is.
     """
 
     plan: BatchPlan
@@ -89,7 +89,6 @@ class Pending:
     finite: torch.Tensor
     scores: Scores
     prompt_scores: Scores
-    copied: list[Copied] = field(default_factory=list)
 
     def finish(self, residents: Residents) -> StepResult:
         """Wait for the step and answer its plan."""
@@ -106,7 +105,7 @@ class Pending:
             prompt_logprob_indptr=prompt_indptr,
             prompt_logprob_ids=prompt_ids,
             prompt_logprob_values=prompt_values,
-            copied=self._copied(residents),
+            copied=residents.report(),
             faults=self._faults(),
         )
 
@@ -117,12 +116,3 @@ class Pending:
             return empty(2)
         requests = np.unique(np.searchsorted(self.plan.row_indptr[1:], bad, side="right"))
         return np.stack([requests, np.ones_like(requests)], axis=1).astype(np.int32)
-
-    def _copied(self, residents: Residents) -> I32:
-        rows = np.empty((len(self.copied), 3), dtype=np.int32)
-        for index, copy in enumerate(self.copied):
-            intact = copy.checksums is not None and torch.equal(copy.checksums, copy.expected)
-            if not intact:
-                residents.drop(copy.slot, copy.generation)
-            rows[index] = copy.slot, copy.generation, intact
-        return rows

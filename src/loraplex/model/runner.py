@@ -30,9 +30,9 @@ from loraplex.model.attention.interface import AttentionBackend, Histories
 from loraplex.model.attention.torch_paged import TorchPagedAttention
 from loraplex.model.decoder import Decoder
 from loraplex.model.mirrors import RequestMirrors
-from loraplex.model.residents import Copied, Residents
+from loraplex.model.residents import Residents
 from loraplex.model.results import Pending, Scores, Stopwatch, no_scores, to_host
-from loraplex.model.sampler import Sampler
+from loraplex.model.sampler import Sampler, TokenMasks
 from loraplex.ops.dispatch import make_operator
 from loraplex.ops.table import AdapterTable
 
@@ -134,12 +134,11 @@ class ModelRunner:
         self._check_references(plan)
         self._residents.check(plan)
         with self._mirrors.step(plan) as tables:
-            copied = [self._host_checksums(copy) for copy in self._residents.apply(plan)]
+            self._residents.apply(plan)
             if len(plan.opens):
                 self._sampler.open(plan.opens, plan.open_bias, plan.open_history)
             logits = self._forward(plan, tables)
             pending = self._sample(plan, logits, watch)
-        pending.copied = copied
         watch.stop()
         return pending
 
@@ -167,11 +166,6 @@ class ModelRunner:
             raise InternalFault(
                 ErrorCode.PLAN_TOKEN_REFERENCE, "a token reference names no sample of its own request"
             )
-
-    def _host_checksums(self, copy: Copied) -> Copied:
-        if copy.checksums is None:
-            return copy
-        return Copied(copy.slot, copy.generation, to_host(copy.checksums), copy.expected)
 
     def _tokens(self, plan: BatchPlan) -> torch.Tensor:
         """Token ids of all rows, int64 [T] on the device, references resolved there."""
@@ -206,7 +200,8 @@ class ModelRunner:
             prompt_scores = self._scores(logits, index, self._index(targets), wanted)
         if len(plan.samples):
             index, _, positions, wanted = plan.samples.T
-            tokens = self._sampler.sample(logits, index, owners[:, 0], positions)
+            masks = TokenMasks(plan.mask_samples, plan.masks) if plan.mask_samples.size else None
+            tokens = self._sampler.sample(logits, index, owners[:, 0], positions, masks)
             if (wanted >= 0).any():
                 scores = self._scores(logits, index, tokens, wanted)
         self._sampled[plan.generation] = _Sampled(tokens, owners.copy())

@@ -39,6 +39,19 @@ _Draw = Callable[[torch.Tensor, I64, I64, I64], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens some samples may be. samples: int32 [M]. words: int32 [M, ceil(V / 32)], a bit for each token."""
+
+    samples: I32
+    words: I32
+
+    def forbidden(self, vocab: int) -> npt.NDArray[np.bool_]:
+        """[M, vocab]: where a token must not be drawn."""
+        octets = self.words.astype("<i4", copy=False).view(np.uint8)
+        return np.unpackbits(octets, axis=1, count=vocab, bitorder="little") == 0
+
+
+@dataclass(frozen=True, slots=True)
 class _Bias:
     ids: torch.Tensor
     values: torch.Tensor
@@ -118,15 +131,25 @@ class Sampler:
             else:
                 self.counts.close(slot)
 
-    def sample(self, logits: torch.Tensor, logit_index: I32, slots: I32, positions: I32) -> torch.Tensor:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        logit_index: I32,
+        slots: I32,
+        positions: I32,
+        masks: TokenMasks | None = None,
+    ) -> torch.Tensor:
         """One token for each sample, int64 [S] on the device; counts move on.
 
         logits: float32 [L, V], never changed. logit_index, slots, positions: int32 [S] on the host: row of logits,
-        request slot, position of the token that is drawn.
+        request slot, position of the token that is drawn. masks: applied last, so that no bias or penalty lets a
+        forbidden token through.
         """
         own = slots.astype(np.int64)
         greedy = self._values["temperature"][own] == 0.0
         adjusted = self._penalised[own] | self._has_bias[own]
+        if masks is not None:
+            adjusted[masks.samples] = True
         if logits.dtype is not torch.float32 or logits.dim() != 2 or logits.shape[1] != self._vocab:
             raise InternalFault(
                 ErrorCode.PLAN_MALFORMED,
@@ -139,6 +162,8 @@ class Sampler:
             logits = logits.index_select(0, self._ids(index))
             index = np.arange(own.size, dtype=np.int64)
             self._adjust(logits[:, : self._sampled], own)
+            if masks is not None:
+                self._forbid(logits[:, : self._sampled], masks)
         tokens = torch.empty(own.size, dtype=torch.int64, device=self._device)
         for rows, draw in self._routes(greedy, own):
             if rows.any():
@@ -200,6 +225,12 @@ class Sampler:
                 [self._values[n][own] for n in ("repetition", "presence", "frequency")], axis=1
             )
             self.counts.penalise(work, rows, own, penalties)
+
+    def _forbid(self, work: torch.Tensor, masks: TokenMasks) -> None:
+        """What a mask leaves out has no chance, in place."""
+        forbidden = torch.from_numpy(masks.forbidden(self._sampled)).to(self._device)
+        rows = self._ids(masks.samples)
+        work[rows] = work.index_select(0, rows).masked_fill_(forbidden, -torch.inf)
 
     def _routes(self, greedy: Bools, slots: I64) -> tuple[tuple[Bools, _Draw], ...]:
         """Which rows are drawn how."""

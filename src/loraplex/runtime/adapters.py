@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any, Final, Protocol, TypeVar
 
 from loraplex.catalog.adapters import AdapterCatalog, draft_of
-from loraplex.catalog.records import DEFAULT_NAMESPACE, Revision
+from loraplex.catalog.records import DEFAULT_NAMESPACE, Revision, Right
 from loraplex.catalog.store import OPERATOR, Expectation, Mode
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
-from loraplex.core.messages import Inspect, RegisterAdapter, RemoveAdapter
+from loraplex.core.messages import Inspect
+from loraplex.runtime.held import EngineCalls, HeldAdapters
 from loraplex.runtime.prepare import PreparedAdapter
 
 _log: Final = logging.getLogger(__name__)
@@ -41,14 +41,6 @@ class Prepare(Protocol):
 
     async def __call__(self, source: str, content: str | None = None) -> PreparedAdapter:
         """The prepared adapter, its image in the store; raises `adapter_*`."""
-        ...
-
-
-class EngineCalls(Protocol):
-    """The part of an engine client that adapter administration uses."""
-
-    async def call(self, message: RegisterAdapter | RemoveAdapter | Inspect) -> dict[str, Any]:
-        """Send a call and wait for its reply; the client numbers it. Raises the typed error of the reply."""
         ...
 
 
@@ -68,22 +60,14 @@ class AdapterService:
     ) -> None:
         """reclaim: called with the kernel digest of an image that no revision names any more."""
         self._engine = engine
-        self._reclaim = reclaim
-        self._preparing = 0
-        self._unnamed: dict[str, str] = {}
         self._catalog = catalog
         self._prepare = prepare
-        self._change = asyncio.Lock()
-        self._known: dict[str, PreparedAdapter] = {}
-        self._registered: set[str] = set()
-        self._bound: Counter[str] = Counter()
-        self._retiring: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
+        self._held = HeldAdapters(engine, catalog.shares, reclaim)
         self._getting_ready: dict[str, asyncio.Task[None]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="catalog")
         self._unread: list[Revision] = []
         self._reader: asyncio.Task[None] | None = None
         self._follower: asyncio.Task[None] | None = None
-        self.retire_failures: dict[str, LoraplexError] = {}
 
     def __iter__(self) -> Iterator[Revision]:
         return iter(self._catalog)
@@ -92,6 +76,11 @@ class AdapterService:
     def generation(self) -> int:
         """The catalog's generation."""
         return self._catalog.generation
+
+    @property
+    def retire_failures(self) -> dict[str, LoraplexError]:
+        """Removals that the engine refused, by semantic digest."""
+        return self._held.failures
 
     @property
     def catalog(self) -> AdapterCatalog:
@@ -112,19 +101,28 @@ class AdapterService:
         """Current revision of an alias; `adapter_not_found` otherwise."""
         return self._catalog.current(alias, namespace)
 
+    def find(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision | None:
+        """Current revision of what a tenant that may list it means by a name, or None."""
+        return self._catalog.view.find(tenant, name, Right.LIST)
+
+    def visible(self, tenant: str = DEFAULT_NAMESPACE) -> list[tuple[str, Revision]]:
+        """(its name for the tenant, revision) of everything that a tenant may list, by name."""
+        return self._catalog.view.visible(tenant)
+
+    def target(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> tuple[str, str]:
+        """(namespace, alias) that a tenant means by a name under which it publishes."""
+        return self._catalog.view.target(tenant, name)
+
+    def owned(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
+        """What a tenant means by a name that it changes; raises `adapter_not_found`, and `forbidden` for others'."""
+        return self._catalog.view.owned(tenant, name)
+
     @contextmanager
     def bind(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Iterator[Revision]:
         """Resolve once and hold: the revision stays registered with the engine until the context ends."""
         revision = self._catalog.resolve(name, tenant)
-        self._bound[revision.key] += 1
-        try:
+        with self._held.bound(revision.key):
             yield revision
-        finally:
-            self._bound[revision.key] -= 1
-            if not self._bound[revision.key]:
-                del self._bound[revision.key]
-                if revision.key in self._retiring:
-                    self._retiring[revision.key][1].set()
 
     @asynccontextmanager
     async def serving(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> AsyncIterator[Revision]:
@@ -147,7 +145,7 @@ class AdapterService:
         `adapter_base_mismatch` when it was published for another base.
         """
         key = revision.key
-        while key not in self._registered:
+        while key not in self._held:
             task = self._getting_ready.get(key)
             if task is None:
                 task = asyncio.create_task(self._get_ready(revision))
@@ -161,10 +159,10 @@ class AdapterService:
             task.exception()  # whoever waits hears it too; nobody may wait
 
     async def _get_ready(self, revision: Revision) -> None:
-        known = self._known.get(revision.key)
+        known = self._held.known.get(revision.key)
         if known is not None:
-            async with self._change:
-                await self._register(known)
+            async with self._held.change:
+                await self._held.register(known)
             return
         async with self._prepared(revision.source, revision.content) as prepared:
             identity = prepared.identity
@@ -182,10 +180,10 @@ class AdapterService:
                     f"{identity.artifact:.16}; publish that as a new revision",
                     param="model",
                 )
-            async with self._change:
-                await self._register(prepared)
+            async with self._held.change:
+                await self._held.register(prepared)
                 if not self._catalog.shares(revision.key):
-                    self._retire_later(revision.key)
+                    self._held.retire_later(revision.key)
 
     # Changes
 
@@ -194,7 +192,7 @@ class AdapterService:
     ) -> Revision:
         """Publish the first revision of a new alias; `adapter_exists` when it has one. tenant: whose namespace."""
         self._catalog.check_new(alias, tenant)
-        async with self._prepared(source) as prepared, self._change:
+        async with self._prepared(source) as prepared, self._held.change:
             self._catalog.check_new(alias, tenant)
             return await self._publish(alias, source, prepared, Mode.ADD, None, tenant, actor)
 
@@ -208,7 +206,7 @@ class AdapterService:
     ) -> Revision:
         """Publish a new revision of an alias. expected: the revision to replace; another one is a conflict."""
         self._catalog.check_swap(alias, expected, tenant)
-        async with self._prepared(source) as prepared, self._change:
+        async with self._prepared(source) as prepared, self._held.change:
             self._catalog.check_swap(alias, expected, tenant)
             return await self._publish(alias, source, prepared, Mode.SWAP, expected, tenant, actor)
 
@@ -222,7 +220,7 @@ class AdapterService:
     ) -> Revision:
         """`add` a new alias, `swap` a known one; with `expected`, only a known one."""
         self._check_put(alias, expected, tenant)
-        async with self._prepared(source) as prepared, self._change:
+        async with self._prepared(source) as prepared, self._held.change:
             self._check_put(alias, expected, tenant)
             return await self._publish(alias, source, prepared, Mode.PUT, expected, tenant, actor)
 
@@ -230,12 +228,12 @@ class AdapterService:
         self, alias: str, source: str, seen: Revision, tenant: str = DEFAULT_NAMESPACE, actor: str = OPERATOR
     ) -> Revision | None:
         """`put`, unless `source` still holds what `seen` was published from: then whatever is current stays."""
-        async with self._prepared(source) as prepared, self._change:
+        async with self._prepared(source) as prepared, self._held.change:
             if prepared.identity.semantic != seen.key:
                 return await self._publish(alias, source, prepared, Mode.PUT, None, tenant, actor)
             current = self._catalog.get(alias, tenant)
             if current is not None and current.key == seen.key:
-                await self._register(prepared)
+                await self._held.register(prepared)
             return current
 
     def _check_put(self, alias: str, expected: int | None, tenant: str) -> None:
@@ -247,12 +245,12 @@ class AdapterService:
     async def remove(self, alias: str, tenant: str = DEFAULT_NAMESPACE, actor: str = OPERATOR) -> Revision:
         """Take an alias away. It is unknown at once; its adapter leaves the engine when nothing uses it any more."""
         store = self._catalog.store
-        async with self._change:
+        async with self._held.change:
             old, generation = await self.off_loop(lambda: store.remove(tenant, alias, actor))
             if generation != self.generation + 1:
                 await self.refresh()
             for superseded in self._catalog.removed(old, generation):
-                self._retire_later(superseded.key)
+                self._held.retire_later(superseded.key)
             return old
 
     async def _publish(
@@ -266,18 +264,18 @@ class AdapterService:
         actor: str,
     ) -> Revision:
         """Register, publish, retire: in this order, under the change lock."""
-        await self._register(prepared)
+        await self._held.register(prepared)
         draft = draft_of(prepared, alias, source, tenant, actor)
         store = self._catalog.store
         try:
             _, new = await self.off_loop(lambda: store.publish(draft, mode, Expectation(expected)))
         except LoraplexError:  # another server may have won the race
-            self._retire_later(prepared.identity.semantic)
+            self._held.retire_later(prepared.identity.semantic)
             raise
         if new.generation != self.generation + 1:
             await self.refresh()
         for superseded in self._catalog.published(new):
-            self._retire_later(superseded.key)
+            self._held.retire_later(superseded.key)
         return new
 
     # Other servers, other runs
@@ -288,7 +286,7 @@ class AdapterService:
         view = self._catalog.view
         changes = await self.off_loop(lambda: self._catalog.store.changes(view.generation))
         for superseded in view.apply(changes):
-            self._retire_later(superseded.key)
+            self._held.retire_later(superseded.key)
         for error in changes.damaged_grants:
             _log.error("an authorisation record is ignored: %s", error)
         self._read_later(revision for revision in self._catalog if revision.key not in before)
@@ -314,7 +312,7 @@ class AdapterService:
 
     def _read_later(self, revisions: Iterable[Revision]) -> None:
         """Queue revisions that this process has never read. One at a time, so that a request never waits for many."""
-        self._unread += [revision for revision in revisions if revision.key not in self._known]
+        self._unread += [revision for revision in revisions if revision.key not in self._held.known]
         if self._unread and self._reader is None:
             self._reader = asyncio.create_task(self._read_all())
 
@@ -334,14 +332,14 @@ class AdapterService:
     async def restore(self) -> dict[str, LoraplexError]:
         """Register everything with a restarted engine. Returns what could not be, by alias."""
         failed: dict[str, LoraplexError] = {}
-        async with self._change:
-            self._registered.clear()
+        async with self._held.change:
+            self._held.forget_engine()
             for revision in self._catalog:
-                prepared = self._known.get(revision.key)
+                prepared = self._held.known.get(revision.key)
                 if prepared is None:
                     continue  # it was never read here: it is when somebody asks for it
                 try:
-                    await self._register(prepared)
+                    await self._held.register(prepared)
                 except LoraplexError as error:
                     failed[revision.alias] = error
         return failed
@@ -363,18 +361,18 @@ class AdapterService:
 
     def kernel_of(self, key: str) -> str | None:
         """Kernel digest under which the engine holds an adapter, by semantic digest."""
-        prepared = self._known.get(key)
+        prepared = self._held.known.get(key)
         return None if prepared is None else prepared.register.kernel_digest
 
     async def settled(self) -> None:
         """Wait until nothing is on its way into or out of the engine."""
-        while self._retiring or self._reader is not None:
+        while self._held.leaving or self._reader is not None:
             reading = [] if self._reader is None else [self._reader]
-            await asyncio.gather(*(task for task, _ in self._retiring.values()), *reading)
+            await asyncio.gather(*self._held.leaving, *reading)
 
     async def close(self) -> None:
         """Give up waiting for adapters on their way in or out, and let go of the catalog."""
-        tasks = [task for task, _ in self._retiring.values()]
+        tasks = self._held.leaving
         tasks += [task for task in (self._follower, self._reader) if task is not None]
         tasks += self._getting_ready.values()
         for task in tasks:
@@ -383,67 +381,9 @@ class AdapterService:
         await self.off_loop(self._catalog.close)
         self._thread.shutdown()
 
-    # Images and the engine
-
-    @asynccontextmanager
-    async def _prepared(self, source: str, content: str | None = None) -> AsyncIterator[PreparedAdapter]:
-        """Prepare an adapter; until the context ends, no image is reclaimed that it may have found in the store."""
-        self._preparing += 1
-        try:
-            prepared = await (self._prepare(source) if content is None else self._prepare(source, content))
-            digest = prepared.register.kernel_digest
-            self._unnamed[digest] = prepared.identity.semantic
-            yield prepared
-        finally:
-            self._preparing -= 1
-            self._reclaim_unnamed()
-
-    def _reclaim_unnamed(self) -> None:
-        """Give up images whose adapter the engine no longer has, unless a preparation may be about to name one."""
-        if self._preparing:
-            return
-        for digest, key in list(self._unnamed.items()):
-            if key not in self._retiring:
-                del self._unnamed[digest]
-                if key not in self._registered and not self._catalog.shares(key):
-                    self._known.pop(key, None)
-                    self._reclaim(digest)
-
-    async def _register(self, prepared: PreparedAdapter) -> None:
-        key = prepared.identity.semantic
-        if key not in self._registered:
-            await self._engine.call(prepared.register)
-            self._registered.add(key)
-        self._known[key] = prepared
-
-    def _retire_later(self, key: str) -> None:
-        prepared = self._known.get(key)
-        if prepared is None:
-            return
-        self._unnamed[prepared.register.kernel_digest] = key
-        if self._catalog.shares(key) or key in self._retiring:
-            return
-        unbound = asyncio.Event()
-        if not self._bound[key]:
-            unbound.set()
-        self._retiring[key] = (asyncio.create_task(self._retire(key, unbound)), unbound)
-
-    async def _retire(self, key: str, unbound: asyncio.Event) -> None:
-        """Remove `key` from the engine once nothing is bound to it, unless a name has taken it up again."""
-        try:
-            while True:
-                await unbound.wait()
-                async with self._change:
-                    if self._catalog.shares(key) or key not in self._registered:
-                        return
-                    if not self._bound[key]:
-                        self._registered.discard(key)
-                        break
-                    unbound.clear()
-            # Sent before anything else can run, so a later registration of the same key comes after it.
-            await self._engine.call(RemoveAdapter(0, key))
-        except LoraplexError as error:
-            self.retire_failures[key] = error
-        finally:
-            del self._retiring[key]
-            self._reclaim_unnamed()
+    def _prepared(
+        self, source: str, content: str | None = None
+    ) -> AbstractAsyncContextManager[PreparedAdapter]:
+        """Prepare an adapter, keeping the images that the preparation may find."""
+        work = self._prepare(source) if content is None else self._prepare(source, content)
+        return self._held.prepared(work)

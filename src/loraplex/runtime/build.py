@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from loraplex.artifact.tensors import Dtype
 from loraplex.config import EngineConfig
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
-from loraplex.core.ports import Backend, Clock, EventSink, Mailbox
+from loraplex.core.ports import Backend, Clock, EventSink, Loader, Mailbox
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.step import Engine
 from loraplex.runtime.base import BaseModel, describe_base, read_config
+from loraplex.runtime.grammars import load_grammars
 from loraplex.runtime.images import ImageStore
+from loraplex.runtime.loader import InlineLoader, LoaderProcess, host_folder
 from loraplex.runtime.text import load_tokenizer
 from loraplex.runtime.worker import PlanLog, ProcessBackend
 
 DEFAULT_POOL_GB_CPU: Final = 1.0
 DEFAULT_MODEL_LEN_CPU: Final = 8192
 GIB: Final = 1 << 30
+NICE: Final = 10
+"""How much a loader on the host of a CPU engine yields to its steps."""
 
 
 @dataclass(slots=True)
@@ -59,9 +66,38 @@ def build_engine(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: E
     base = describe_model(config)
     sizes = engine_limits(config, base)
     notes = [sentence, _warm_up(config)]
-    backend, close = make_backend(config, base, sizes)
-    engine = Engine(sizes, backend, mailbox, clock, events)
-    return BuiltEngine(engine, base, sizes, name, eos_ids(Path(config.model)), notes, close)
+    with ExitStack() as held:
+        loader, config, sizes, said = make_loader(config, sizes, held)
+        notes += said
+        backend, close = make_backend(config, base, sizes)
+        held.callback(close)
+        ends = eos_ids(Path(config.model))
+        grammars = load_grammars(Path(config.model), base.spec.vocab_size, ends)
+        engine = Engine(sizes, backend, mailbox, clock, events, grammars=grammars, loader=loader)
+        let_go = held.pop_all().close
+    return BuiltEngine(engine, base, sizes, name, ends, notes, let_go)
+
+
+def make_loader(
+    config: EngineConfig, sizes: EngineLimits, held: ExitStack
+) -> tuple[Loader, EngineConfig, EngineLimits, list[str]]:
+    """The loader that the configuration names, the configuration and sizes that go with it, and what to say of it.
+
+    held: what is let go of with the engine.
+    """
+    wanted = None if config.host_gb is None else int(config.host_gb * GIB)
+    if config.loader == "inline":
+        return (
+            InlineLoader(ImageStore(Path(config.images_dir))),
+            config,
+            replace(sizes, host_bytes=wanted),
+            [],
+        )
+    folder, limit, sentence = held.enter_context(host_folder(Path(config.images_dir), wanted))
+    loader = LoaderProcess(config.images_dir, folder, NICE if config.device == "cpu" else 0)
+    held.callback(loader.close)
+    config = msgspec.structs.replace(config, host_dir=str(folder))
+    return loader, config, replace(sizes, host_bytes=limit), [sentence]
 
 
 def describe_model(config: EngineConfig, abi: str | None = None) -> BaseModel:
@@ -139,7 +175,7 @@ def make_runner(config: EngineConfig, base: BaseModel, sizes: EngineLimits) -> B
         decoder,
         sizes.kv,
         sizes.bounds,
-        ImageStore(Path(config.images_dir)),
+        ImageStore(Path(config.host_dir or config.images_dir)),
         sampled_vocab=sampled_vocab(folder, base),
         pool=pool,
     )
@@ -174,6 +210,7 @@ def engine_limits(config: EngineConfig, base: BaseModel) -> EngineLimits:
         vocab_size=base.spec.vocab_size,
         depth=config.pipeline_depth,
         scrub=config.scrub,
+        adapter_pages=int(config.adapter_share * (pages - 1)),
     )
 
 

@@ -34,11 +34,9 @@ from loraplex.core.errors import (
 from loraplex.core.messages import (
     Abort,
     Ended,
+    EngineCall,
     Finish,
     FromEngine,
-    Inspect,
-    RegisterAdapter,
-    RemoveAdapter,
     Reply,
     Submit,
     ToEngine,
@@ -49,8 +47,6 @@ from loraplex.runtime.transport import decode_from_engine, encode_frame, unpack_
 _log: Final = logging.getLogger(__name__)
 
 _FRAMES_PER_TURN: Final = 16
-
-Call = RegisterAdapter | RemoveAdapter | Inspect
 
 
 @dataclass(slots=True)
@@ -195,7 +191,7 @@ class EngineClient:
         self._send(submits)
         return group
 
-    async def call(self, message: Call) -> dict[str, Any]:
+    async def call(self, message: EngineCall) -> dict[str, Any]:
         """Send a call (its id is chosen here) and return the reply's body, or raise the reply's typed error."""
         self._require_connection()
         self._next_call += 1

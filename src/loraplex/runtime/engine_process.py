@@ -25,6 +25,7 @@ from loraplex.runtime.child import END_SIGNAL, ChildGone, Parent
 from loraplex.runtime.clock import MonotonicClock
 from loraplex.runtime.event_stream import EventPublisher
 from loraplex.runtime.local import NullSink
+from loraplex.runtime.logs import configure_logging
 from loraplex.runtime.transport import ZmqMailbox
 
 BUILDER = "loraplex.runtime.build:build_engine"
@@ -40,6 +41,7 @@ class EngineStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: str
     builder: str = BUILDER
     log_level: str = "warning"
+    log_json: bool = False
     events: str | None = None
 
 
@@ -139,9 +141,7 @@ def main() -> int:
         start = parent.receive(START_DECODER)
     except ChildGone:
         return 1
-    logging.basicConfig(
-        level=start.log_level.upper(), stream=sys.stderr, format="%(levelname)s engine %(name)s: %(message)s"
-    )
+    configure_logging(start.log_level, as_json=start.log_json)
     return run(parent, start)
 
 

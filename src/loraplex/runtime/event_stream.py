@@ -19,15 +19,22 @@ import zmq.asyncio
 
 from loraplex.core import limits
 from loraplex.core.events import (
+    AdapterRevoked,
     AdapterTransition,
+    CopyIgnored,
     Event,
     FirstToken,
+    HostDropped,
+    HostFetched,
     IterationCompleted,
+    LoadFailed,
     PlanDiscarded,
+    PrefetchReleased,
     RequestAdmitted,
     RequestFinished,
     RequestPreempted,
     RequestQueued,
+    RestorationFailed,
     StepFailed,
 )
 
@@ -45,6 +52,13 @@ AnyEvent = (
     | PlanDiscarded
     | StepFailed
     | AdapterTransition
+    | CopyIgnored
+    | LoadFailed
+    | RestorationFailed
+    | HostFetched
+    | HostDropped
+    | PrefetchReleased
+    | AdapterRevoked
 )
 
 

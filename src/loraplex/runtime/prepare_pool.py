@@ -15,12 +15,13 @@ import os
 import signal
 import sys
 from collections.abc import Collection
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 
 from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
-from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.errors import CapacityError, ErrorCode, InternalFault
 from loraplex.runtime.base import BaseModel
 from loraplex.runtime.images import ImageStore
 from loraplex.runtime.prepare import PreparedAdapter, prepare_source
@@ -36,9 +37,10 @@ _artifacts: ArtifactStore | None = None
 def _begin(base: BaseModel, images_dir: str, artifacts_dir: str, artifacts_bytes: int) -> None:
     """Runs once in the child: what every preparation needs lies in its globals."""
     global _base, _store, _artifacts
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM):  # to a whole group they are the parent's to act on
+        signal.signal(signum, signal.SIG_IGN)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(_NICE)
     _base, _store, _artifacts = base, ImageStore(images_dir), ArtifactStore(artifacts_dir, artifacts_bytes)
 
@@ -64,6 +66,7 @@ class PreparePool:
         self._images_dir = str(Path(images_dir))
         self._artifacts = (str(artifacts_dir or artifacts_folder()), artifacts_bytes)
         self._pool: ProcessPoolExecutor | None = None
+        self._pid: Future[int] | None = None
 
     async def __call__(self, source: str, content: str | None = None) -> PreparedAdapter:
         """`prepare_source` in the child. Raises what it raises; `adapter_load_failed` when the child died."""
@@ -74,6 +77,7 @@ class PreparePool:
                 initializer=_begin,
                 initargs=(self._base, self._images_dir, *self._artifacts),
             )
+            self._pid = self._pool.submit(os.getpid)
         return await self._in_child(self._pool, source, content)
 
     async def reclaim(self, kept: Collection[str]) -> int:
@@ -84,6 +88,13 @@ class PreparePool:
     async def _in_child(self, pool: ProcessPoolExecutor, source: str, content: str | None) -> PreparedAdapter:
         try:
             return await asyncio.wrap_future(pool.submit(_prepare, source, content))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise CapacityError(
+                ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one"
+            ) from None  # `close` withdrew what the child had not begun
         except BrokenProcessPool as error:
             if self._pool is pool:
                 self._pool = None
@@ -93,7 +104,11 @@ class PreparePool:
             ) from error
 
     def close(self) -> None:
-        """End the child; a preparation in hand is finished first."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
+        """End the child at once, with the preparation that it may have in hand; waits for nothing."""
+        if self._pool is None:
+            return
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._pid is not None and self._pid.done() and not self._pid.cancelled():
+            with suppress(ProcessLookupError, BrokenProcessPool):
+                os.kill(self._pid.result(), signal.SIGKILL)
+        self._pool = None

@@ -14,8 +14,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -36,6 +34,7 @@ from loraplex.runtime.engine_process import (
     EngineStart,
 )
 from loraplex.runtime.event_stream import EventReader, Observe
+from loraplex.runtime.workdir import private_folder, temporary_root
 
 _log: Final = logging.getLogger(__name__)
 MODULE: Final = "loraplex.runtime.engine_process"
@@ -89,6 +88,7 @@ class EngineSupervisor:
         *,
         builder: str = BUILDER,
         log_level: str = "warning",
+        log_json: bool = False,
         restore: Callable[[], Awaitable[object]] = _nothing,
         pause: Callable[[int], float] = pause_s,
         patience: Patience = Patience(),
@@ -106,10 +106,12 @@ class EngineSupervisor:
         self._client = client
         self._builder = builder
         self._log_level = log_level
+        self._log_json = log_json
         self._pause = pause
         self._patience = patience
         self._child: Child | None = None
         self._folder: Path | None = None
+        self._private = contextlib.ExitStack()
         self._incarnation = 0
         self._events: EventReader | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -140,7 +142,7 @@ class EngineSupervisor:
 
     async def start(self) -> None:
         """Start the first engine; raises the typed error with which it refused to start."""
-        self._folder = Path(tempfile.mkdtemp(prefix="loraplex-"))
+        self._folder = self._private.enter_context(private_folder(temporary_root()))
         self._move(EngineState.STARTING)
         try:
             if self.observe is not None:
@@ -166,9 +168,8 @@ class EngineSupervisor:
         if self._events is not None:
             await self._events.close()
             self._events = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._private.close()
+        self._folder = None
 
     def kill(self) -> None:
         """End the engine's process at once and wait for nothing."""
@@ -198,6 +199,7 @@ class EngineSupervisor:
                     endpoint,
                     self._builder,
                     self._log_level,
+                    self._log_json,
                     None if self._events is None else self._events_endpoint(self._folder),
                 )
             )

@@ -29,9 +29,6 @@ from loraplex.core.messages import (
     Ended,
     Finish,
     FromEngine,
-    Inspect,
-    RegisterAdapter,
-    RemoveAdapter,
     Reply,
     Submit,
     ToEngine,
@@ -46,8 +43,6 @@ _PROMPT_ITEM_BYTES: Final = 4
 _encoder: Final = msgspec.msgpack.Encoder()
 _to_engine: Final = msgspec.msgpack.Decoder(list[ToEngine])
 _from_engine: Final = msgspec.msgpack.Decoder(list[FromEngine])
-
-Call = RegisterAdapter | RemoveAdapter | Inspect
 
 
 def encode_frame(messages: Sequence[ToEngine] | Sequence[FromEngine]) -> bytes:
@@ -183,7 +178,7 @@ class ZmqMailbox:
                 return self._claim_request(peer, message)
             case Abort() | Finish():
                 return message if self._owner.get(message.request_id) is peer else None
-            case RegisterAdapter() | RemoveAdapter() | Inspect():
+            case _:
                 self._next_call += 1
                 self._calls[self._next_call] = (peer, message.call_id)
                 return msgspec.structs.replace(message, call_id=self._next_call)

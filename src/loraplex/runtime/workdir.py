@@ -6,15 +6,22 @@ it. Never shared between servers.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from loraplex.core.errors import CallerError, ErrorCode
+
+
+def temporary_root() -> Path:
+    """Where this user's sockets lie: a short path, which addresses of sockets need."""
+    return Path(tempfile.gettempdir()) / f"loraplex-{os.getuid()}"
 
 
 @contextmanager
@@ -25,12 +32,14 @@ def private_folder(parent: Path) -> Iterator[Path]:
     """
     try:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if parent.stat().st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user")
         _remove_abandoned(parent)
         folder, lock = _take(parent)
     except OSError as error:
         raise CallerError(
             ErrorCode.CONFIG_INVALID,
-            f"cannot write {parent}: {error.strerror}; set LORAPLEX_CACHE to a writable folder",
+            f"cannot write {parent}: {error.strerror}; name a writable folder in LORAPLEX_CACHE or TMPDIR",
         ) from error
     try:
         yield folder

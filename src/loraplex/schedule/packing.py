@@ -28,7 +28,8 @@ class Work:
     `BatchPlan.requests`. decode [N] bool: a one-row decode step; else a prefill chunk. samples [N] bool: the last row
     samples a token (false for an unfinished chunk). logprobs, prompt_logprobs [N]: top entries wanted, -1 for none.
     tokens [sum rows]: token ids or references, request after request. targets [sum rows]: the next prompt token of a
-    row whose prompt log probability is wanted, else -1.
+    row whose prompt log probability is wanted, else -1. masked [N] bool: the sample takes the next row of masks, which
+    has one row for each masked sample in scheduler order; None where there is none.
     """
 
     slot: I32
@@ -44,6 +45,8 @@ class Work:
     prompt_logprobs: I32
     tokens: I32
     targets: I32
+    masked: Bools | None = None
+    masks: I32 = field(default_factory=lambda: empty(2))
 
     @staticmethod
     def none() -> Work:
@@ -171,6 +174,8 @@ def build_plan(
         logit_rows=logit_rows,
         samples=samples,
         prompt_logprobs=prompt_logprobs,
+        mask_samples=_masked_samples(work),
+        mask_words=work.masks.reshape(-1),
         opens=deltas.opens,
         open_bias=deltas.open_bias,
         open_history=deltas.open_history,
@@ -181,6 +186,13 @@ def build_plan(
         retires=deltas.retires,
         scrub_pages=deltas.scrub_pages,
     )
+
+
+def _masked_samples(work: Work) -> I32:
+    """Which samples take a mask, in scheduler order."""
+    if work.masked is None:
+        return empty()
+    return np.flatnonzero(work.masked[work.samples]).astype(np.int32)
 
 
 def _logit_maps(

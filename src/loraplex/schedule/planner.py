@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from loraplex.core.packed import I32
+from loraplex.core.packed import I32, empty
 from loraplex.core.plan import NO_REFERENCE, BatchPlan
 from loraplex.schedule.packing import Deltas, Work, build_plan
 from loraplex.schedule.running import RunningTable
@@ -18,9 +18,18 @@ from loraplex.schedule.select import Selection
 
 
 def plan_selection(
-    table: RunningTable, selection: Selection, *, generation: int, newest_launched: int, deltas: Deltas
+    table: RunningTable,
+    selection: Selection,
+    *,
+    generation: int,
+    newest_launched: int,
+    deltas: Deltas,
+    masks: I32 | None = None,
 ) -> BatchPlan:
-    """The plan for `selection`. newest_launched: plan that uncommitted tokens come from, 0 when none is in flight."""
+    """The plan for `selection`. newest_launched: plan that uncommitted tokens come from, 0 when none is in flight.
+
+    masks: token masks of the masked samples, in the selection's order; None when there is none.
+    """
     slots = selection.slots
     tokens, targets, referenced = _row_tokens(table, selection)
     work = Work(
@@ -37,6 +46,8 @@ def plan_selection(
         prompt_logprobs=table.prompt_logprobs[slots],
         tokens=tokens,
         targets=targets,
+        masked=table.masked[slots] & selection.samples,
+        masks=empty(2) if masks is None else masks,
     )
     reference = newest_launched if referenced else NO_REFERENCE
     return build_plan(work, generation=generation, reference=reference, deltas=deltas)

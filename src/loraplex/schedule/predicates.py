@@ -17,6 +17,7 @@ class Readiness(StrEnum):
     """What stands between a feasible request and an adapter kernel."""
 
     READY = "ready"
+    ABSENT = "absent"
     LOADING = "loading"
     COLD = "cold"
 
@@ -25,9 +26,9 @@ def readiness(entry: AdapterEntry | None) -> Readiness:
     """Whether the leased revision can be bound now; a retiring slot stays ready for those who leased it."""
     if entry is None or entry.resident:
         return Readiness.READY
-    if entry.loading:
+    if entry.loading or entry.evicting:
         return Readiness.LOADING
-    return Readiness.COLD
+    return Readiness.ABSENT if entry.state is AdapterState.ABSENT else Readiness.COLD
 
 
 def load_eligible(entry: AdapterEntry) -> bool:
@@ -37,4 +38,8 @@ def load_eligible(entry: AdapterEntry) -> bool:
 
 def eligible(ready: Readiness, free_slots: int, demand: Demand, free_pages: int, reclaimable: int) -> bool:
     """Whether the request may be admitted: a slot is free and the joint inequality of 0x05C holds."""
-    return ready is not Readiness.LOADING and free_slots > 0 and admissible(demand, free_pages, reclaimable)
+    return (
+        ready in (Readiness.READY, Readiness.COLD)
+        and free_slots > 0
+        and admissible(demand, free_pages, reclaimable)
+    )

@@ -62,6 +62,11 @@ class WaitingQueue:
         """Forget a waiting request; whether it was there."""
         return self._live.pop(request_id, None) is not None
 
+    def heads(self, count: int) -> list[str]:
+        """Ids of up to `count` live tickets near the front, the first one first; nothing is removed."""
+        near = [t for t in self._heap[: 2 * count] if self._live.get(t.request_id) is t]
+        return [ticket.request_id for ticket in sorted(near)[:count]]
+
     def waiting_ids(self) -> Iterator[str]:
         """Ids of all waiting requests, in no order that matters."""
         return iter(list(self._live))

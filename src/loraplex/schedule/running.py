@@ -27,7 +27,8 @@ class RunningTable:
     outputs_planned, outputs: sampled tokens, planned and committed. inflight: launched plans not yet committed that
     hold rows of the slot. reference: sample index of the slot's uncommitted token in plan reference_plan, or -1.
     stopping: takes no more rows; its slot is freed when nothing is in flight. order: arrival order, never reset.
-    scored: prompt positions whose log probabilities were delivered.
+    scored: prompt positions whose log probabilities were delivered. masked: each token needs a mask from the host that
+    depends on the token before it; such a slot takes no row while a token of it is not committed, at any depth.
     """
 
     def __init__(self, max_requests: int, max_pages: int) -> None:
@@ -58,6 +59,7 @@ class RunningTable:
         self.logprobs = np.full(max_requests, -1, dtype=i32)
         self.prompt_logprobs = np.full(max_requests, -1, dtype=i32)
         self.scored = np.zeros(max_requests, dtype=i32)
+        self.masked = np.zeros(max_requests, dtype=np.bool_)
         self.page_table = np.zeros((max_requests, max_pages), dtype=i32)
         self.tokens: list[I32] = [np.empty(0, dtype=i32) for _ in range(max_requests)]
         self._free = list(range(max_requests - 1, -1, -1))
@@ -97,6 +99,7 @@ class RunningTable:
         self.adapter_slot[slot] = self.adapter_generation[slot] = 0
         self.logprobs[slot] = self.prompt_logprobs[slot] = -1
         self.scored[slot] = 0
+        self.masked[slot] = False
         return slot
 
     def close(self, slot: int) -> None:
@@ -136,6 +139,7 @@ class RunningTable:
         """Slots that may take rows now, oldest first."""
         ready = self.active & ~self.stopping & (self.outputs_planned < self.max_outputs)
         ready &= self.known + (self.outputs_planned - self.outputs) > self.planned
+        ready &= ~self.masked | (self.outputs_planned == self.outputs)
         slots = np.flatnonzero(ready)
         return slots[np.argsort(self.order[slots], kind="stable")]
 

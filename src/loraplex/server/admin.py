@@ -5,6 +5,7 @@ Specification: DESIGN 5 "HTTP".
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 from urllib.parse import unquote
 
@@ -12,13 +13,14 @@ import msgspec
 
 from loraplex.catalog.records import Revision
 from loraplex.catalog.sources import permitted
-from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.messages import Inspect
-from loraplex.server.auth import Role
 from loraplex.server.metrics import CONTENT_TYPE
 from loraplex.server.routing import Call
 from loraplex.server.wire import LoadLoraAdapter, PutAdapter, UnloadLoraAdapter, decode
 
+INSPECT_S = 2.0
+"""How long `/metrics` waits for the engine: less than a scraper does."""
 ACTIONS = ("pin", "unpin", "prefetch", "revoke")
 
 
@@ -36,18 +38,32 @@ async def ready(call: Call) -> None:
 async def metrics(call: Call) -> None:
     """Prometheus exposition."""
     service = call.service
-    figures = await service.client.call(Inspect(0)) if service.ready else None
+    figures = await _figures_soon(call) if service.ready else None
     await call.exchange.respond(200, call.site.metrics.render(service.ready, figures), CONTENT_TYPE)
 
 
+async def _figures_soon(call: Call) -> dict[str, Any] | None:
+    """The engine's figures, or None when it does not answer soon: whoever scrapes must hear of an engine that hangs."""
+    try:
+        async with asyncio.timeout(INSPECT_S):
+            return await call.service.client.call(Inspect(0))
+    except (TimeoutError, LoraplexError):
+        return None
+
+
 async def residency(call: Call) -> None:
-    """The engine's figures: pages, requests, and where each adapter is, with the names that stand for it."""
+    """The engine's figures: pages, requests, and where each adapter is that the caller may list, with its names."""
     call.service.require_ready()
     figures = await call.service.client.call(Inspect(0))
     names: dict[str, list[str]] = {}
-    for revision in call.service.adapters:
-        names.setdefault(revision.key, []).append(revision.name)
-    adapters = [{**entry, "names": sorted(names.get(entry["key"], ()))} for entry in figures["adapters"]]
+    for name, revision in call.service.adapters.visible(call.caller.tenant):
+        names.setdefault(revision.key, []).append(f"{name}@{revision.revision}")
+    everything = call.caller.operator
+    adapters = [
+        {**entry, "names": sorted(names.get(entry["key"], ()))}
+        for entry in figures["adapters"]
+        if everything or entry["key"] in names
+    ]
     await call.exchange.answer(
         {**figures, "adapters": adapters, "catalog_generation": call.service.adapters.generation}
     )
@@ -56,10 +72,13 @@ async def residency(call: Call) -> None:
 async def get_provenance(call: Call) -> None:
     """What answered a request: digests, attempt and generations, for its tenant and for admins."""
     provenance = call.service.provenance
-    request_id = unquote(call.rest)
+    request_id, _, what = call.rest.rpartition("/")
+    if what != "provenance" or not request_id:
+        raise CallerError(ErrorCode.NOT_FOUND, f"{call.exchange.path} is not served; see /openapi.json")
+    request_id = unquote(request_id)
     if provenance is None:
         raise CallerError(ErrorCode.REQUEST_NOT_FOUND, "this server keeps no records", param="request_id")
-    tenant = None if call.caller.role is Role.ADMIN else call.caller.tenant
+    tenant = None if call.caller.operator else call.caller.tenant
     records = await provenance.find(request_id, tenant)
     attempts = [msgspec.to_builtins(record) for record in records]
     await call.exchange.answer({**attempts[0], "attempts": attempts})
@@ -78,32 +97,47 @@ def _model(call: Call, name: str, revision: Revision | None) -> dict[str, Any]:
 
 
 async def list_models(call: Call) -> None:
-    """The base, then every alias."""
-    revisions = sorted(call.service.adapters, key=lambda revision: revision.alias)
+    """The base, then every alias that the caller may use."""
     models = [_model(call, call.service.base_name, None)]
-    models += [_model(call, revision.alias, revision) for revision in revisions]
+    models += [_model(call, *item) for item in call.service.adapters.visible(call.caller.tenant)]
     await call.exchange.answer({"object": "list", "data": models})
 
 
 async def get_model(call: Call) -> None:
     """One model by base name, alias or alias@revision."""
     name = unquote(call.rest)
-    revision = None if name == call.service.base_name else call.service.adapters.resolve(name)
+    revision = (
+        None if name == call.service.base_name else call.service.adapters.resolve(name, call.caller.tenant)
+    )
     await call.exchange.answer(_model(call, name, revision))
 
 
 async def list_adapters(call: Call) -> None:
-    """Every adapter."""
+    """Every adapter that the caller may list."""
     call.service.require_ready()
-    await call.exchange.answer({"object": "list", "data": await call.service.adapters.describe_all()})
+    listed = await call.service.adapters.describe_all(call.caller.tenant)
+    await call.exchange.answer({"object": "list", "data": listed})
+
+
+def _found(call: Call, alias: str) -> Revision:
+    """What the caller means by an alias; one that it may not list does not exist for it."""
+    revision = call.service.adapters.find(alias, call.caller.tenant)
+    if revision is None:
+        raise CallerError(ErrorCode.ADAPTER_NOT_FOUND, f"adapter {alias!r} is not registered", param="alias")
+    return revision
+
+
+def _owned(call: Call, name: str) -> Revision:
+    """What the caller means by a name, if it may change it. Others' do not exist for it; shared ones it may only use."""
+    call.caller.require_admin()
+    return call.service.adapters.owned(name, call.caller.tenant)
 
 
 async def get_adapter(call: Call) -> None:
     """One adapter."""
-    alias = unquote(call.rest)
-    call.service.adapters.current(alias)
+    revision = _found(call, unquote(call.rest))
     call.service.require_ready()
-    await call.exchange.answer(await call.service.adapters.describe(alias))
+    await call.exchange.answer(await call.service.adapters.describe(revision.alias, revision.namespace))
 
 
 async def put_adapter(call: Call) -> None:
@@ -112,17 +146,18 @@ async def put_adapter(call: Call) -> None:
     request = decode(await call.exchange.body(), PutAdapter)
     call.service.require_ready()
     source = permitted(request.source, call.service.config.adapter_dirs)
-    adapters, alias = call.service.adapters, unquote(call.rest)
-    revision = await adapters.put(alias, source, request.expected_revision)
+    adapters = call.service.adapters
+    tenant, alias = adapters.target(unquote(call.rest), call.caller.tenant)
+    revision = await adapters.put(alias, source, request.expected_revision, tenant, call.caller.name)
     call.exchange.facts["model"] = revision.name
-    await call.exchange.answer(await adapters.describe(alias), 201 if revision.revision == 1 else 200)
+    await call.exchange.answer(await adapters.describe(alias, tenant), 201 if revision.revision == 1 else 200)
 
 
 async def delete_adapter(call: Call) -> None:
     """Take an alias away."""
-    call.caller.require_admin()
+    owned = _owned(call, unquote(call.rest))
     call.service.require_ready()
-    revision = await call.service.adapters.remove(unquote(call.rest))
+    revision = await call.service.adapters.remove(owned.alias, owned.namespace, call.caller.name)
     await call.exchange.answer({"alias": revision.alias, "revision": revision.revision, "deleted": True})
 
 
@@ -132,7 +167,7 @@ async def adapter_action(call: Call) -> None:
     alias, _, action = call.rest.rpartition("/")
     if action not in ACTIONS or not alias:
         raise CallerError(ErrorCode.NOT_FOUND, f"{call.exchange.path} is not served")
-    call.service.adapters.current(unquote(alias))
+    _owned(call, unquote(alias))
     raise CallerError(
         ErrorCode.UNSUPPORTED_OPTION, f"{action} is not supported by this server yet", param=action
     )
@@ -144,7 +179,9 @@ async def load_lora_adapter(call: Call) -> None:
     request = decode(await call.exchange.body(), LoadLoraAdapter)
     call.service.require_ready()
     source = permitted(request.lora_path, call.service.config.adapter_dirs)
-    revision = await call.service.adapters.add(request.lora_name, source)
+    adapters = call.service.adapters
+    tenant, alias = adapters.target(request.lora_name, call.caller.tenant)
+    revision = await adapters.add(alias, source, tenant, call.caller.name)
     call.exchange.facts["model"] = revision.name
     await _success(call, f"Success: LoRA adapter '{revision.alias}' added successfully.")
 
@@ -154,7 +191,8 @@ async def unload_lora_adapter(call: Call) -> None:
     call.caller.require_admin()
     request = decode(await call.exchange.body(), UnloadLoraAdapter)
     call.service.require_ready()
-    revision = await call.service.adapters.remove(request.lora_name)
+    owned = _owned(call, request.lora_name)
+    revision = await call.service.adapters.remove(owned.alias, owned.namespace, call.caller.name)
     await _success(call, f"Success: LoRA adapter '{revision.alias}' removed successfully.")
 
 

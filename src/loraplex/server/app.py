@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from loraplex.core.errors import CallerError, ErrorCode, InternalFault, LoraplexError
+from loraplex.runtime.logs import fields
 from loraplex.server import admin
 from loraplex.server.answers import DONE, error_body, event
 from loraplex.server.auth import Caller, read_keys
@@ -22,7 +23,6 @@ from loraplex.server.completions import completions
 from loraplex.server.generate import Generation
 from loraplex.server.http import Disconnected, Exchange
 from loraplex.server.listen import AsgiApp, Receive, Send
-from loraplex.server.logs import fields
 from loraplex.server.metrics import outcome_of
 from loraplex.server.openapi import openapi
 from loraplex.server.provenance import request_record
@@ -32,6 +32,8 @@ from loraplex.server.service import Service
 _access: Final = logging.getLogger("loraplex.access")
 _log: Final = logging.getLogger(__name__)
 _NS: Final = 1e9
+PROBES: Final = ("/health", "/ready", "/metrics")
+"""Asked every few seconds by machines; their lines would bury those of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +45,14 @@ class Route:
     handler: Handler
     open: bool = False
 
-    @property
-    def prefix(self) -> str | None:
-        """What a path begins with whose rest is a name; None for a fixed path."""
-        head, brace, _ = self.path.partition("{")
-        return head if brace else None
-
-    @property
-    def suffix(self) -> str:
-        """What such a path ends in after the name: nothing, or a fixed part of one name only."""
-        tail = self.path.rpartition("}")[2]
-        return tail if self.path.count("{") == 1 else ""
+    def rest_of(self, raw_path: str) -> str | None:
+        """What follows the prefix, nothing for a fixed path; None when the route does not serve the path."""
+        prefix, brace, names = self.path.partition("{")
+        if not brace:
+            return "" if raw_path == prefix else None
+        rest = raw_path[len(prefix) :]
+        served = raw_path.startswith(prefix) and rest and rest.count("/") >= names.count("/")
+        return rest if served else None
 
 
 async def _describe(call: Call) -> None:
@@ -83,27 +82,37 @@ ROUTES: Final = (
 )
 
 
-def find_route(method: str, raw_path: str) -> tuple[Route, str]:
-    """The route and the rest of the path. Raises `not_found` and `method_not_allowed`."""
-    others: list[str] = []
+def routes_of(raw_path: str) -> dict[str, tuple[Route, str]]:
+    """By method: the route that serves a path, and the rest of the path. HEAD is a GET whose body stays away."""
+    found: dict[str, tuple[Route, str]] = {}
     for route in ROUTES:
-        prefix = route.prefix
-        if prefix is None:
-            hit = raw_path == route.path
-        else:
-            name = len(raw_path) - len(prefix) - len(route.suffix)
-            hit = raw_path.startswith(prefix) and raw_path.endswith(route.suffix) and name > 0
-        if hit and route.method == method:
-            end = len(raw_path) - len(route.suffix)
-            return route, raw_path[len(prefix or route.path) : end]
-        if hit:
-            others.append(route.method)
-    if others:
+        rest = route.rest_of(raw_path)
+        if rest is not None:
+            found.setdefault(route.method, (route, rest))
+    if "GET" in found:
+        found["HEAD"] = found["GET"]
+    return found
+
+
+def find_route(exchange: Exchange) -> tuple[Route, str]:
+    """The route of a request and the rest of its path. Raises `not_found` and `method_not_allowed`."""
+    found = routes_of(exchange.raw_path)
+    if not found:
+        raise CallerError(ErrorCode.NOT_FOUND, f"{exchange.path} is not served; see /openapi.json")
+    if exchange.method not in found:
+        methods = ", ".join(sorted({*found, "OPTIONS"}))
+        exchange.answer_headers["allow"] = methods
+        if exchange.method == "OPTIONS":
+            return Route("OPTIONS", exchange.raw_path, _options, open=True), ""
         raise CallerError(
-            ErrorCode.METHOD_NOT_ALLOWED,
-            f"{raw_path} is called with {', '.join(sorted(set(others)))}, not {method}",
+            ErrorCode.METHOD_NOT_ALLOWED, f"{exchange.path} is called with {methods}, not {exchange.method}"
         )
-    raise CallerError(ErrorCode.NOT_FOUND, f"{raw_path} is not served; see /openapi.json")
+    return found[exchange.method]
+
+
+async def _options(call: Call) -> None:
+    """Which methods a path has, in the header `allow`."""
+    await call.exchange.respond(204, b"")
 
 
 def create_app(service: Service) -> AsgiApp:
@@ -124,12 +133,12 @@ async def _exchange(site: Site, exchange: Exchange) -> None:
     error: LoraplexError | None = None
     caller = Caller()
     try:
-        route, rest = find_route(exchange.method, exchange.raw_path)
+        route, rest = find_route(exchange)
         if not route.open:
             caller = site.keys.identify(exchange.header("authorization"))
         await route.handler(Call(site, exchange, caller, rest))
     except Disconnected:
-        exchange.facts["outcome"] = "aborted"
+        error = CallerError(ErrorCode.ABORTED, "the connection ended before the request was whole")
     except LoraplexError as caught:
         error = caught
     except Exception as caught:  # noqa: BLE001 - the last line of defence; it is logged and typed
@@ -175,7 +184,7 @@ def _remember(
 
 
 def _account(site: Site, exchange: Exchange, caller: Caller, begun_ns: int) -> None:
-    """Metrics of a generation, and the access line. Prompts and outputs are in neither."""
+    """Metrics of a generation, and the access line. Prompts are in neither, unless the operator asked for them."""
     facts: Mapping[str, Any] = exchange.facts
     now = site.service.clock.now_ns()
     generation: Generation | None = facts.get("generation")
@@ -192,7 +201,9 @@ def _account(site: Site, exchange: Exchange, caller: Caller, begun_ns: int) -> N
                 first_s = (generation.first_token_ns - begun_ns) / _NS
                 metrics.ttft.observe(first_s)
         _remember(site, exchange, caller, generation, facts.get("code") or outcome)
-    _access.info(
+    probe = exchange.path in PROBES
+    _access.log(
+        logging.DEBUG if probe else logging.INFO,
         "request",
         extra=fields(
             request_id=exchange.request_id,
@@ -203,6 +214,7 @@ def _account(site: Site, exchange: Exchange, caller: Caller, begun_ns: int) -> N
             code=facts.get("code"),
             tenant=caller.tenant,
             model=facts.get("model"),
+            prompt=facts.get("prompt"),
             stream=facts.get("stream"),
             prompt_tokens=None if generation is None else generation.prompt_tokens,
             output_tokens=None if generation is None else generation.output_tokens,

@@ -3,6 +3,8 @@
 The key file holds SHA-256 digests, never keys: JSON objects one a line, or TOML with `[[keys]]`, each with `sha256`,
 `tenant` and, optionally, `role` (`user` or `admin`). Without a file everybody is the admin of the tenant `default`.
 
+A tenant's aliases are its own; those of `default`, which the command line registers, may be used by all.
+
 Specification: DESIGN 4 "Tenants".
 """
 
@@ -21,11 +23,13 @@ import msgspec
 
 from loraplex.core.errors import CallerError, ErrorCode
 
+DEFAULT_TENANT: Final = "default"
+_TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 
 class Role(StrEnum):
-    """user: generates and lists. admin: also changes adapters."""
+    """user: generates and lists. admin: also changes the adapters of its tenant."""
 
     USER = "user"
     ADMIN = "admin"
@@ -35,8 +39,18 @@ class Role(StrEnum):
 class Caller:
     """A known caller."""
 
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
     role: Role = Role.ADMIN
+
+    @property
+    def operator(self) -> bool:
+        """Whether this is who runs the server: the admin of the tenant `default`, whose adapters all may use."""
+        return self.role is Role.ADMIN and self.tenant == DEFAULT_TENANT
+
+    @property
+    def name(self) -> str:
+        """Who published something, in the catalog's records: a tenant and a role, never a key."""
+        return f"{self.tenant} {self.role}"
 
     def require_admin(self) -> None:
         """Raise `forbidden` for other roles."""
@@ -86,9 +100,13 @@ def read_keys(path: str | None) -> KeyRing:
             entry = msgspec.convert(value, _KeyEntry)
         except msgspec.ValidationError as error:
             raise _invalid(f"key {number} of {path}: {error}") from error
-        if not _DIGEST.fullmatch(entry.sha256) or entry.sha256 in callers or not entry.tenant:
+        if (
+            not _DIGEST.fullmatch(entry.sha256)
+            or entry.sha256 in callers
+            or not _TENANT.fullmatch(entry.tenant)
+        ):
             raise _invalid(
-                f"key {number} of {path} needs a tenant and a sha256 of 64 lower-case hexadecimal digits, given once"
+                f"key {number} of {path} needs a tenant of letters, digits or . _ : - and a sha256 of 64 lower-case hexadecimal digits, given once"
             )
         callers[entry.sha256] = Caller(entry.tenant, entry.role)
     if not callers:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions.
+"""POST /v1/chat/completions: how a conversation is read, and how its answer looks.
 
 Specification: DESIGN 5 "HTTP".
 """
@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from msgspec import UNSET
 
 from loraplex.core import limits
@@ -24,37 +25,42 @@ from loraplex.server.answers import (
     Delta,
     event,
 )
-from loraplex.server.generate import (
-    Generation,
-    Job,
-    Piece,
-    ServedModel,
-    bind_model,
-    check_context,
-    check_prompt,
-    need_codec,
-    urgency,
-)
+from loraplex.server.generate import Generation, Piece, check_context, check_prompt, need_codec
 from loraplex.server.logprobs import chat_logprobs
-from loraplex.server.routing import LONG_TEXT_CHARS, Call, stream_pieces, until_disconnect
+from loraplex.server.routing import LONG_TEXT_CHARS, Call
 from loraplex.server.sampling import sampling_params
-from loraplex.server.wire import ChatRequest, decode
+from loraplex.server.serving import About, Prepared, serve
+from loraplex.server.wire import ChatRequest
 
 
 async def chat_completions(call: Call) -> None:
-    """Decode, check, and serve until the client goes away."""
-    arrival = call.service.clock.now_ns()
-    request = decode(await call.exchange.body(), ChatRequest)
-    await until_disconnect(call, _serve(call, request, arrival))
+    """Answer a conversation."""
+    await serve(call, Chat())
+
+
+class Chat:
+    """`serving.Endpoint` of conversations."""
+
+    prefix = "chatcmpl"
+    body = ChatRequest
+
+    async def prepare(self, call: Call, request: ChatRequest) -> Prepared:
+        """The conversation through the model's template."""
+        _check(request)
+        codec = need_codec(call.service, "messages")
+        ids = await _prompt(codec, request)
+        check_prompt(call.service, ids, "messages")
+        given = [{"role": message.role, "content": message.text} for message in request.messages]
+        return Prepared(given, [ids], _parameters(call, request, len(ids)))
+
+    def rendering(
+        self, about: About, request: ChatRequest, prepared: Prepared, generation: Generation
+    ) -> ChatRendering:
+        """Chat's chunks and body."""
+        return ChatRendering(about, request, need_codec(about.call.service, "messages"), prepared, generation)
 
 
 def _check(request: ChatRequest) -> None:
-    if request.response_format is not None and request.response_format.type != "text":
-        raise CallerError(
-            ErrorCode.UNSUPPORTED_OPTION,
-            f"response_format {request.response_format.type!r} is not supported by this server; only text is",
-            param="response_format",
-        )
     if request.top_logprobs is not None and not request.logprobs:
         raise CallerError(
             ErrorCode.INVALID_REQUEST, "top_logprobs needs logprobs to be true", param="top_logprobs"
@@ -72,10 +78,6 @@ def _check(request: ChatRequest) -> None:
             ErrorCode.INVALID_REQUEST,
             f"max_tokens is {request.max_tokens} and max_completion_tokens is {request.max_completion_tokens}; give one",
             param="max_completion_tokens",
-        )
-    if request.stream_options is not None and not request.stream:
-        raise CallerError(
-            ErrorCode.INVALID_REQUEST, "stream_options needs stream to be true", param="stream_options"
         )
     if not request.messages:
         raise CallerError(ErrorCode.EMPTY_PROMPT, "messages is empty; give at least one", param="messages")
@@ -100,83 +102,33 @@ def _parameters(call: Call, request: ChatRequest, prompt_tokens: int) -> Samplin
     return params
 
 
-async def _serve(call: Call, request: ChatRequest, arrival_ns: int) -> None:
-    service = call.service
-    service.require_ready()
-    _check(request)
-    priority, deadline = urgency(request, arrival_ns)
-    async with bind_model(service, request.model) as model:
-        codec = need_codec(service, "messages")
-        ids = await _prompt(codec, request)
-        check_prompt(service, ids, "messages")
-        params = _parameters(call, request, len(ids))
-        engine_id = f"chatcmpl-{call.exchange.request_id}.{next(call.site.serial)}"
-        job = Job(engine_id, [ids], params, call.caller.tenant, priority, arrival_ns, deadline)
-        call.exchange.answer_headers |= model.headers
-        call.exchange.facts |= {"model": model.name, "stream": bool(request.stream)}
-        with Generation(service, model, job) as generation:
-            call.exchange.facts["generation"] = generation
-            answer = _Answer(call, request, model, codec, generation, ids)
-            if request.stream:
-                await answer.stream(params.n)
-            else:
-                await answer.whole()
-
-
-class _Answer:
-    """Builds the answer of one request, whole or in chunks."""
+class ChatRendering:
+    """`serving.Rendering` of conversations."""
 
     def __init__(
         self,
-        call: Call,
+        about: About,
         request: ChatRequest,
-        model: ServedModel,
         codec: TextCodec,
+        prepared: Prepared,
         generation: Generation,
-        prompt: Sequence[int],
     ) -> None:
-        self._call = call
+        self._about = about
         self._request = request
-        self._model = model
         self._codec = codec
+        self._prepared = prepared
         self._generation = generation
-        self._prompt = list(prompt)
         self._with_ids = bool(request.return_token_ids)
 
-    async def whole(self) -> None:
-        """Collect everything and answer once."""
-        parts: dict[int, list[Piece]] = {}
-        while pieces := await self._generation.read():
-            for piece in pieces:
-                parts.setdefault(piece.choice, []).append(piece)
-        choices = [
-            ChatChoice(
-                index=index,
-                message=AssistantMessage("".join(piece.text for piece in parts[index])),
-                logprobs=self._logprobs([entry for piece in parts[index] for entry in piece.logprobs]),
-                finish_reason=parts[index][-1].finish_reason,
-                token_ids=self._ids([token for piece in parts[index] for token in piece.token_ids]),
-            )
-            for index in sorted(parts)
-        ]
-        body = self._body("chat.completion", choices)
-        await self._call.exchange.answer(
-            ChatCompletion(
-                **body,
-                usage=self._generation.usage(),
-                prompt_token_ids=self._prompt if self._with_ids else UNSET,
-            )
-        )
-
-    async def stream(self, count: int) -> None:
-        """Answer in chunks; each choice opens with its role."""
-        opening = b"".join(
+    def opening(self) -> bytes:
+        """Each choice opens with its role."""
+        return b"".join(
             self._event(ChatChoice(index=index, delta=Delta(role="assistant", content="")))
-            for index in range(count)
+            for index in range(self._prepared.params.n)
         )
-        await stream_pieces(self._call, self._generation, opening, self._chunk, self._closing)
 
-    def _chunk(self, piece: Piece) -> bytes:
+    def chunk(self, piece: Piece) -> bytes:
+        """A delta of one choice."""
         if not (piece.text or piece.finish_reason or piece.logprobs or (self._with_ids and piece.token_ids)):
             return b""
         choice = ChatChoice(
@@ -188,31 +140,40 @@ class _Answer:
         )
         return self._event(choice)
 
-    def _event(self, choice: ChatChoice) -> bytes:
-        body = self._body("chat.completion.chunk", [choice])
-        return event(ChatCompletion(**body, usage=None if self._wants_usage else UNSET))
-
-    @property
-    def _wants_usage(self) -> bool:
-        options = self._request.stream_options
-        return options is not None and options.include_usage
-
-    def _closing(self) -> bytes:
-        if not self._wants_usage:
+    def closing(self) -> bytes:
+        """Token counts, where they were asked for."""
+        if not self._about.wants_usage:
             return b""
         return event(
-            ChatCompletion(**self._body("chat.completion.chunk", []), usage=self._generation.usage())
+            ChatCompletion(
+                object="chat.completion.chunk", **self._about.fields([]), usage=self._generation.usage()
+            )
         )
 
-    def _body(self, kind: str, choices: list[ChatChoice]) -> dict[str, Any]:
-        return {
-            "id": f"chatcmpl-{self._call.exchange.request_id}",
-            "object": kind,
-            "created": self._call.created,
-            "model": self._request.model,
-            "choices": choices,
-            "system_fingerprint": self._model.fingerprint,
-        }
+    def whole(self, parts: dict[int, list[Piece]]) -> msgspec.Struct:
+        """The answer with its messages."""
+        choices = [
+            ChatChoice(
+                index=index,
+                message=AssistantMessage("".join(piece.text for piece in pieces)),
+                logprobs=self._logprobs([entry for piece in pieces for entry in piece.logprobs]),
+                finish_reason=pieces[-1].finish_reason,
+                token_ids=self._ids([token for piece in pieces for token in piece.token_ids]),
+            )
+            for index, pieces in parts.items()
+        ]
+        return ChatCompletion(
+            object="chat.completion",
+            **self._about.fields(choices),
+            usage=self._generation.usage(),
+            prompt_token_ids=list(self._prepared.ids[0]) if self._with_ids else UNSET,
+        )
+
+    def _event(self, choice: ChatChoice) -> bytes:
+        usage = None if self._about.wants_usage else UNSET
+        return event(
+            ChatCompletion(object="chat.completion.chunk", **self._about.fields([choice]), usage=usage)
+        )
 
     def _ids(self, ids: list[int]) -> Any:
         return ids if self._with_ids else UNSET

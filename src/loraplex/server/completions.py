@@ -1,4 +1,4 @@
-"""POST /v1/completions.
+"""POST /v1/completions: how prompts are read, and how their answer looks.
 
 Specification: DESIGN 5 "HTTP".
 """
@@ -8,38 +8,62 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from msgspec import UNSET
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import TokenLogprobs
 from loraplex.core.request import SamplingParams
-from loraplex.server.answers import Completion, CompletionChoice, CompletionLogprobs, event
-from loraplex.server.generate import (
-    Generation,
-    Job,
-    Piece,
-    ServedModel,
-    bind_model,
-    check_context,
-    check_prompt,
-    need_codec,
-    urgency,
-)
+from loraplex.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage, event
+from loraplex.server.generate import Generation, Piece, check_context, check_prompt, need_codec
 from loraplex.server.logprobs import CompletionScores, joined
-from loraplex.server.routing import Call, encode_text, stream_pieces, until_disconnect
+from loraplex.server.routing import Call, encode_text
 from loraplex.server.sampling import sampling_params
 from loraplex.server.service import Service
-from loraplex.server.wire import CompletionRequest, decode
+from loraplex.server.serving import About, Prepared, serve
+from loraplex.server.wire import CompletionRequest
 
 DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(call: Call) -> None:
-    """Decode, check, and serve until the client goes away."""
-    arrival = call.service.clock.now_ns()
-    request = decode(await call.exchange.body(), CompletionRequest)
-    await until_disconnect(call, _serve(call, request, arrival))
+    """Continue prompts."""
+    await serve(call, Completions())
+
+
+class Completions:
+    """`serving.Endpoint` of prompts."""
+
+    prefix = "cmpl"
+    body = CompletionRequest
+
+    async def prepare(self, call: Call, request: CompletionRequest) -> Prepared:
+        """The prompts as token ids."""
+        service, params, given = call.service, _parameters(request), _prompts(request.prompt)
+        if len(given) * params.n > limits.MAX_CHOICES:
+            raise CallerError(
+                ErrorCode.INVALID_REQUEST,
+                f"{len(given)} prompts of {params.n} samples make {len(given) * params.n} choices, "
+                f"the limit is {limits.MAX_CHOICES}",
+                param="n",
+            )
+        if params.stop_strings:
+            need_codec(service, "stop")
+        ids = [
+            await encode_text(need_codec(service, "prompt"), item) if isinstance(item, str) else item
+            for item in given
+        ]
+        for prompt in ids:
+            check_prompt(service, prompt, "prompt")
+            check_context(service, len(prompt), params.max_tokens, "max_tokens")
+        return Prepared(given, ids, params)
+
+    def rendering(
+        self, about: About, request: CompletionRequest, prepared: Prepared, generation: Generation
+    ) -> CompletionRendering:
+        """The chunks and body of completions."""
+        return CompletionRendering(about, request, prepared, generation)
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -77,122 +101,61 @@ def _parameters(request: CompletionRequest) -> SamplingParams:
             f"best_of is {request.best_of} and n is {params.n}; only equal values are supported",
             param="best_of",
         )
-    if request.stream_options is not None and not request.stream:
-        raise CallerError(
-            ErrorCode.INVALID_REQUEST, "stream_options needs stream to be true", param="stream_options"
-        )
     return params
 
 
-async def _serve(call: Call, request: CompletionRequest, arrival_ns: int) -> None:
-    service = call.service
-    service.require_ready()
-    params = _parameters(request)
-    priority, deadline = urgency(request, arrival_ns)
-    given = _prompts(request.prompt)
-    if len(given) * params.n > limits.MAX_CHOICES:
-        raise CallerError(
-            ErrorCode.INVALID_REQUEST,
-            f"{len(given)} prompts of {params.n} samples make {len(given) * params.n} choices, "
-            f"the limit is {limits.MAX_CHOICES}",
-            param="n",
-        )
-    if params.stop_strings:
-        need_codec(service, "stop")
-    async with bind_model(service, request.model) as model:
-        prompts = [
-            await encode_text(need_codec(service, "prompt"), item) if isinstance(item, str) else item
-            for item in given
-        ]
-        for ids in prompts:
-            check_prompt(service, ids, "prompt")
-            check_context(service, len(ids), params.max_tokens, "max_tokens")
-        engine_id = f"cmpl-{call.exchange.request_id}.{next(call.site.serial)}"
-        job = Job(engine_id, prompts, params, call.caller.tenant, priority, arrival_ns, deadline)
-        call.exchange.answer_headers |= model.headers
-        call.exchange.facts |= {"model": model.name, "stream": bool(request.stream)}
-        with Generation(service, model, job) as generation:
-            answer = _Answer(call, request, model, job, generation, given)
-            call.exchange.facts["generation"] = generation
-            if request.stream:
-                await answer.stream()
-            else:
-                await answer.whole()
-
-
-class _Answer:
-    """Builds the answer of one request, whole or in chunks."""
+class CompletionRendering:
+    """`serving.Rendering` of prompts."""
 
     def __init__(
-        self,
-        call: Call,
-        request: CompletionRequest,
-        model: ServedModel,
-        job: Job,
-        generation: Generation,
-        given: Sequence[str | list[int]],
+        self, about: About, request: CompletionRequest, prepared: Prepared, generation: Generation
     ) -> None:
-        self._call = call
-        self._request = request
-        self._model = model
-        self._job = job
+        service = about.call.service
+        self._about = about
+        self._prepared = prepared
         self._generation = generation
-        self._echoes = [_echo(call.service, item) for item in given] if request.echo else None
+        self._echoes = [_echo(service, item) for item in prepared.given] if request.echo else None
         self._silent = request.max_tokens == 0
         self._with_ids = bool(request.return_token_ids)
-        count = len(job.prompts) * job.params.n
+        count = len(prepared.ids) * prepared.params.n
         self._scores = (
             None
             if request.logprobs is None
-            else [CompletionScores(call.service.codec, request.logprobs) for _ in range(count)]
+            else [CompletionScores(service.codec, request.logprobs) for _ in range(count)]
         )
         self._begun: set[int] = set()
 
-    async def whole(self) -> None:
-        """Collect everything and answer once."""
-        texts: dict[int, list[CompletionChoice]] = {}
-        while pieces := await self._generation.read():
-            for piece in pieces:
-                texts.setdefault(piece.choice, []).append(self._choice(piece))
-        choices = [_merge(texts[index]) for index in sorted(texts)]
-        body = self._body(choices)
-        await self._call.exchange.answer(
-            Completion(**{**body, "usage": self._generation.usage(0 if self._silent else None)})
-        )
+    def opening(self) -> bytes:
+        """Nothing: a choice begins with its first text."""
+        return b""
 
-    async def stream(self) -> None:
-        """Answer in chunks."""
-        await stream_pieces(self._call, self._generation, b"", self._chunk, self._closing)
-
-    def _chunk(self, piece: Piece) -> bytes:
+    def chunk(self, piece: Piece) -> bytes:
+        """More text of one choice."""
         choice = self._choice(piece)
         news = choice.text or choice.finish_reason or choice.logprobs is not None
         if not news and not (self._with_ids and choice.token_ids):
             return b""
-        return event(Completion(**self._body([choice]), usage=None if self._wants_usage else UNSET))
+        usage = None if self._about.wants_usage else UNSET
+        return event(Completion(**self._about.fields([choice]), usage=usage))
 
-    @property
-    def _wants_usage(self) -> bool:
-        options = self._request.stream_options
-        return options is not None and options.include_usage
-
-    def _closing(self) -> bytes:
-        if not self._wants_usage:
+    def closing(self) -> bytes:
+        """Token counts, where they were asked for."""
+        if not self._about.wants_usage:
             return b""
-        return event(Completion(**self._body([]), usage=self._generation.usage(0 if self._silent else None)))
+        return event(Completion(**self._about.fields([]), usage=self._usage()))
 
-    def _body(self, choices: list[CompletionChoice]) -> dict[str, Any]:
-        return {
-            "id": f"cmpl-{self._call.exchange.request_id}",
-            "created": self._call.created,
-            "model": self._request.model,
-            "choices": choices,
-            "system_fingerprint": self._model.fingerprint,
-        }
+    def _usage(self) -> Usage:
+        """Token counts; what was generated only to score a prompt does not count."""
+        return self._generation.usage(0 if self._silent else None)
+
+    def whole(self, parts: dict[int, list[Piece]]) -> msgspec.Struct:
+        """The answer with its texts."""
+        choices = [_merge([self._choice(piece) for piece in pieces]) for pieces in parts.values()]
+        return Completion(**self._about.fields(choices), usage=self._usage())
 
     def _choice(self, piece: Piece) -> CompletionChoice:
         index = piece.choice
-        prompt = index // self._job.params.n
+        prompt = index // self._prepared.params.n
         first = index not in self._begun
         self._begun.add(index)
         text, ids, entries = piece.text, piece.token_ids, piece.logprobs
@@ -208,7 +171,7 @@ class _Answer:
             logprobs=self._logprobs(index, prompt, first, piece, entries),
             finish_reason=reason,
             token_ids=list(ids) if self._with_ids else UNSET,
-            prompt_token_ids=list(self._job.prompts[prompt]) if first and self._with_ids else UNSET,
+            prompt_token_ids=list(self._prepared.ids[prompt]) if first and self._with_ids else UNSET,
         )
 
     def _logprobs(
@@ -217,7 +180,7 @@ class _Answer:
         if self._scores is None:
             return None
         scores = self._scores[index]
-        begin = [scores.first(self._job.prompts[prompt][0])] if first and self._echoes is not None else []
+        begin = [scores.first(self._prepared.ids[prompt][0])] if first and self._echoes is not None else []
         added = scores.add([*piece.prompt_logprobs, *entries])
         return joined([*begin, added]) if begin or added.tokens else None
 

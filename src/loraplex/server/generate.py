@@ -55,14 +55,14 @@ class ServedModel:
 
 
 @asynccontextmanager
-async def bind_model(service: Service, name: str) -> AsyncIterator[ServedModel]:
-    """Resolve a `model` field once and hold what it means, ready in the engine. Raises `model_not_found`."""
+async def bind_model(service: Service, name: str, tenant: str) -> AsyncIterator[ServedModel]:
+    """Resolve a tenant's `model` field once and hold what it means, ready in the engine. Raises `model_not_found`."""
     if name == service.base_name:
         base = str(service.engine_info["base_abi"])
         generation = service.adapters.generation
         yield ServedModel(name, None, base, Served(name, base, catalog_generation=generation))
         return
-    async with service.adapters.serving(name) as revision:
+    async with service.adapters.serving(name, tenant) as revision:
         served = Served(
             revision.name,
             revision.artifact.base,
@@ -77,7 +77,10 @@ async def bind_model(service: Service, name: str) -> AsyncIterator[ServedModel]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to generate: for each prompt, `params.n` samples. Times in nanoseconds of the service's clock, 0 is none."""
+    """What to generate: for each prompt, `params.n` samples. Times in nanoseconds of the service's clock, 0 is none.
+
+    grammar: what every sample must follow, if anything.
+    """
 
     request_id: str
     prompts: Sequence[Sequence[int]]
@@ -86,6 +89,7 @@ class Job:
     priority: int
     arrival_ns: int
     deadline_ns: int
+    grammar: str | None = None
 
 
 def urgency(request: GenerationFields, arrival_ns: int) -> tuple[int, int]:
@@ -291,6 +295,7 @@ class Generation:
                 priority=job.priority,
                 arrival_ns=job.arrival_ns,
                 deadline_ns=job.deadline_ns,
+                grammar=job.grammar,
             )
             for index in range(len(job.prompts) * job.params.n)
         ]

@@ -5,6 +5,7 @@ Knows nothing of models. Bodies above the limit are refused while they arrive, n
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from typing import Any, Final
@@ -60,7 +61,10 @@ class Exchange:
         return None if value is None else value.decode("latin-1")
 
     async def body(self) -> bytes:
-        """The JSON body's bytes. Raises `request_too_large`, and `invalid_request` for another content type."""
+        """The JSON body's bytes.
+
+        Raises `request_too_large`, `request_timeout`, and `invalid_request` for another content type.
+        """
         kind = (self.header("content-type") or "").partition(";")[0].strip().lower()
         if kind != JSON:
             raise CallerError(
@@ -71,6 +75,16 @@ class Exchange:
         announced = self.header("content-length") or "0"
         if announced.isdigit() and int(announced) > limits.MAX_BODY_BYTES:
             raise _too_large(int(announced))
+        try:
+            async with asyncio.timeout(limits.BODY_TIMEOUT_S):
+                return await self._whole_body()
+        except TimeoutError as error:
+            raise CallerError(
+                ErrorCode.REQUEST_TIMEOUT,
+                f"the body did not arrive within {limits.BODY_TIMEOUT_S:g} s; send it again",
+            ) from error
+
+    async def _whole_body(self) -> bytes:
         data = bytearray()
         while True:
             message = await self._receive()
@@ -102,6 +116,8 @@ class Exchange:
             self.answer_headers["retry-after"] = str(RETRY_AFTER_S)
         if error.code is ErrorCode.UNAUTHENTICATED:
             self.answer_headers["www-authenticate"] = "Bearer"
+        if error.code in (ErrorCode.REQUEST_TOO_LARGE, ErrorCode.REQUEST_TIMEOUT):
+            self.answer_headers["connection"] = "close"  # the rest of the body is not read
         await self.answer(error_body(error), error.status)
 
     async def begin_events(self) -> None:

@@ -14,10 +14,11 @@ import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
-from granian.constants import Interfaces
+from granian.constants import HTTPModes, Interfaces
 from granian.http import HTTP1Settings
 from granian.server.embed import Server
 
+from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 
 Message = MutableMapping[str, Any]
@@ -25,8 +26,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 AsgiApp = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
-HEADER_TIMEOUT_MS: Final = 15_000
-MAX_HEADER_BYTES: Final = 64 * 1024
 BACKLOG: Final = 1024
 
 
@@ -60,11 +59,13 @@ class Listener:
             address=host,
             port=port,
             interface=Interfaces.ASGINL,
+            http=HTTPModes.http1,  # the limits below are those of HTTP/1.1
             websockets=False,
             backlog=BACKLOG,
             log_enabled=False,
             http1_settings=HTTP1Settings(
-                header_read_timeout=HEADER_TIMEOUT_MS, max_buffer_size=MAX_HEADER_BYTES
+                header_read_timeout=round(limits.HEADER_TIMEOUT_S * 1000),
+                max_buffer_size=limits.MAX_HEADER_BYTES,
             ),
         )
         self._task: asyncio.Task[None] | None = None

@@ -60,6 +60,11 @@ class Metrics:
         self._page_bytes = Gauge("loraplex_page_bytes", "Size of a page.", registry=registry)
         self._adapters = Gauge("loraplex_adapters", "Adapters by residency.", ["state"], registry=registry)
         self._steps = Gauge("loraplex_engine_steps", "Steps committed by the engine.", registry=registry)
+        self._host = Gauge(
+            "loraplex_host_image_bytes_held", "Adapter images in host memory.", ["what"], registry=registry
+        )
+        self._loads = Gauge("loraplex_loads", "Adapter loads.", ["what"], registry=registry)
+        self._pins = Gauge("loraplex_pinned_adapters", "Adapters with a pin.", registry=registry)
         self._preemptions = Gauge("loraplex_preemptions", "Preemptions by the engine.", registry=registry)
 
     def render(self, ready: bool, figures: Mapping[str, Any] | None) -> bytes:
@@ -73,6 +78,11 @@ class Metrics:
             self._page_bytes.set(figures["pages"]["page_bytes"])
             self._steps.set(figures["steps"]["committed"])
             self._preemptions.set(figures["preemptions"])
+            for what in ("used", "limit"):
+                self._host.labels(what).set(figures["host"][f"{what}_bytes"])
+            for what in ("under_way", "wanted"):
+                self._loads.labels(what).set(figures["loads"][what])
+            self._pins.set(figures["pins"]["adapters"])
             states = Count(entry["state"] for entry in figures["adapters"])
             for known in AdapterState:
                 self._adapters.labels(known.value).set(states[known.value])

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
-from loraplex.core.errors import LoraplexError
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.runtime.text import TextCodec
 from loraplex.server.answers import DONE, error_body, event
 from loraplex.server.auth import Caller, KeyRing
@@ -69,12 +69,14 @@ async def until_disconnect(call: Call, work: Awaitable[None]) -> None:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             await task  # raises what it raised
-        else:
-            call.exchange.facts["outcome"] = "aborted"
+            return
+        call.exchange.facts["outcome"] = "aborted"
     finally:
         for pending in (task, gone):
             pending.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+    if not call.exchange.started:  # who closed only its own side may still read why there is no answer
+        raise CallerError(ErrorCode.ABORTED, "the client went away before the answer began")
 
 
 async def stream_pieces(

@@ -97,7 +97,9 @@ async def serve(
     """Serve the model in `folder` until a signal; the process's exit status. Raises what keeps it from serving."""
     engine_config = config.engine(str(folder), str(images))
     client = EngineClient()
-    supervisor = EngineSupervisor(engine_config, client, builder=builder, log_level=config.log_level)
+    supervisor = EngineSupervisor(
+        engine_config, client, builder=builder, log_level=config.log_level, log_json=config.log_json
+    )
     catalog = AdapterCatalog(frozenset({base_name}), CatalogStore.open(config.catalog or IN_MEMORY))
     artifacts = ArtifactStore(artifacts_folder(), int(config.store_gb * GIB))
     preparation = Preparation(folder, engine_config, artifacts)

@@ -8,7 +8,7 @@ Specification: DESIGN 5 "HTTP".
 from __future__ import annotations
 
 import re
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -16,7 +16,9 @@ from msgspec import UNSET, UnsetType
 from loraplex.core.errors import CallerError, ErrorCode
 
 T = TypeVar("T", bound=msgspec.Struct)
-Unsupported = Any
+Unsupported = Annotated[
+    Any, msgspec.Meta(extra_json_schema={"type": "null", "description": "not carried out; leave it out"})
+]
 """A field that OpenAI knows and this server does not carry out: refused unless absent or null."""
 
 
@@ -24,6 +26,36 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """include_usage: a last chunk carries the token counts."""
 
     include_usage: bool = False
+
+
+class SchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A named JSON schema. strict: every schema is enforced, whatever it says."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    schema: dict[str, Any] | bool
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """The answer is free."""
+
+
+class JsonObjectFormat(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"
+):
+    """The answer is a JSON object."""
+
+
+class JsonSchemaFormat(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"
+):
+    """The answer is JSON under a schema."""
+
+    json_schema: SchemaFormat
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +81,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     top_k: int | None = None
     repetition_penalty: float | None = None
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
     alora_fallback: Unsupported | UnsetType = UNSET
 
 
@@ -84,12 +117,6 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ResponseFormat(msgspec.Struct, frozen=True):
-    """Only `text`; the JSON kinds are refused by name."""
-
-    type: str
-
-
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
@@ -97,7 +124,6 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     tools: Unsupported | UnsetType = UNSET
     tool_choice: Unsupported | UnsetType = UNSET
     parallel_tool_calls: Unsupported | UnsetType = UNSET

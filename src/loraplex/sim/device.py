@@ -44,6 +44,12 @@ def next_token(history: U64, vocab_size: int) -> int:
     return int(_mix(np.atleast_1d((history * weights).sum(dtype=np.uint64)))[0] % np.uint64(vocab_size))
 
 
+def next_allowed(token: int, words: I32) -> int:
+    """The first token from `token` on, around the vocabulary, that a mask allows."""
+    allowed = np.flatnonzero(np.unpackbits(words.astype("<i4").view(np.uint8), bitorder="little"))
+    return int(allowed[np.searchsorted(allowed, token) % allowed.size])
+
+
 def adapter_number(words: I32) -> int:
     """A number for an adapter image, from its digest's words."""
     return int.from_bytes(words.astype("<i4").tobytes()[:7], "little") | 1
@@ -209,4 +215,7 @@ class VirtualDevice:
                 raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, f"request slot {slot} reads a free page")
             histories.append(history)
         vocab = self.bounds.vocab_size
-        return np.array([next_token(histories[row], vocab) for row in plan.samples[:, 1]], dtype=np.int32)
+        drawn = np.array([next_token(histories[row], vocab) for row in plan.samples[:, 1]], dtype=np.int32)
+        for sample, words in zip(plan.mask_samples.tolist(), plan.masks, strict=True):
+            drawn[sample] = next_allowed(int(drawn[sample]), words)
+        return drawn

@@ -12,13 +12,20 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from loraplex.core.events import (
+    AdapterRevoked,
     AdapterTransition,
+    CopyIgnored,
     Event,
+    HostDropped,
+    HostFetched,
     IterationCompleted,
+    LoadFailed,
     PlanDiscarded,
+    PrefetchReleased,
     RequestAdmitted,
     RequestFinished,
     RequestPreempted,
+    RestorationFailed,
     StepFailed,
 )
 
@@ -52,6 +59,15 @@ class EngineMetrics:
         self._discarded = counter("plans_discarded", "Plans that were refused at launch.", "code")
         self._failed = counter("steps_failed", "Launched steps that failed.", "code")
         self._transitions = counter("adapter_transitions", "Changes of residency.", "before", "after")
+        self._load_failures = counter("load_failures", "Loads and fetches that failed.", "purpose", "code")
+        self._restorations = counter("restoration_failures", "Evicted adapters that a rollback lost.")
+        self._ignored = counter("copies_ignored", "Reports of copies that were not under way.")
+        self._host_bytes = counter(
+            "host_image_bytes", "Bytes of images to and from host memory.", "direction"
+        )
+        self._prefetched = counter("prefetches_ended", "Speculative loads by whether they were used.", "used")
+        self._wasted = counter("prefetch_wasted_pages", "Pages loaded on speculation and never used.")
+        self._revoked = counter("adapters_revoked", "Revisions revoked after publication.")
         self._lost = counter("events_lost", "Events that the engine could not hand over.")
 
     def observe(self, events: Sequence[Event], lost: int) -> None:
@@ -78,6 +94,26 @@ class EngineMetrics:
                 self._failed.labels(event.code).inc()
             case AdapterTransition():
                 self._transitions.labels(event.before, event.after).inc()
+            case _:
+                self._note_residency(event)
+
+    def _note_residency(self, event: Event) -> None:
+        match event:
+            case LoadFailed():
+                self._load_failures.labels(event.purpose, event.code).inc()
+            case RestorationFailed():
+                self._restorations.inc()
+            case CopyIgnored():
+                self._ignored.inc()
+            case HostFetched():
+                self._host_bytes.labels("in").inc(event.nbytes)
+            case HostDropped():
+                self._host_bytes.labels("out").inc(event.nbytes)
+            case PrefetchReleased():
+                self._prefetched.labels("yes" if event.used else "no").inc()
+                self._wasted.inc(0 if event.used else event.pages)
+            case AdapterRevoked():
+                self._revoked.inc()
             case _:
                 pass  # a first token is timed where its client sees it; a queued request is counted when it ends
 

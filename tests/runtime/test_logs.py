@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from loraplex.server.logs import configure_logging, fields
+from loraplex.runtime.logs import configure_logging, fields
 
 
 @pytest.fixture

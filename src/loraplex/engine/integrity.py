@@ -1,0 +1,95 @@
+"""Whether the engine's books agree: run when idle in production, after every step in tests and simulation.
+
+Every page has one owner that knows of it; what transactions have reserved is what loads under way hold; host images are
+held exactly by what is on the device or on its way there. Nothing is left behind when nothing is under way.
+
+Specification: 0x05A; DESIGN 4 "One page pool".
+"""
+
+from __future__ import annotations
+
+from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.engine.state import EngineState
+from loraplex.memory.pages import PageState
+from loraplex.memory.residency import AdapterState
+
+
+def check(state: EngineState) -> None:
+    """Raise the code of the first book that does not agree."""
+    state.pool.check()
+    state.host.check()
+    _check_adapters(state)
+    _check_requests(state)
+    if not state.busy:
+        counts = state.pool.counts()
+        if counts.kv or counts.reserved or state.by_slot or state.loads:
+            raise InternalFault(ErrorCode.PAGE_CONSERVATION, f"pages or slots leaked while idle: {counts}")
+
+
+def _check_adapters(state: EngineState) -> None:
+    owned = 0
+    holds: dict[str, int] = {}
+    for slot, entry in state.occupied.items():
+        holds[entry.kernel_digest] = holds.get(entry.kernel_digest, 0) + 1
+        if entry.slot != slot or state.directory.generation(slot) != entry.generation:
+            raise InternalFault(
+                ErrorCode.STALE_SLOT_GENERATION,
+                f"slot {slot} is not where adapter {entry.key[:12]} thinks it is",
+            )
+        owned += int(entry.pages.size)
+        if entry.pages.size and not state.pool.owners(
+            entry.pages, PageState.ADAPTER, entry.slot, entry.generation
+        ):
+            raise InternalFault(
+                ErrorCode.PAGE_OWNER, f"adapter {entry.key[:12]} does not own the pages that it names"
+            )
+    counts = state.pool.counts()
+    if counts.adapter != owned:
+        raise InternalFault(
+            ErrorCode.PAGE_CONSERVATION, f"{counts.adapter} adapter pages, adapters name {owned}"
+        )
+    reserved = 0
+    for job in state.loads.values():
+        transaction = job.transaction
+        reserved += transaction.adapter_pages.size + transaction.kv_pages.size + transaction.spare.size
+        for owed in transaction.victims:
+            digest = owed.entry.kernel_digest
+            holds[digest] = holds.get(digest, 0) + 1
+            if owed.entry.state is not AdapterState.RETIRING or owed.entry.evicting != transaction.txn:
+                raise InternalFault(
+                    ErrorCode.TRANSACTION_STATE,
+                    f"adapter {owed.entry.key[:12]} is {owed.entry.state} while a transaction owes it its pages",
+                )
+    if counts.reserved != reserved:
+        raise InternalFault(
+            ErrorCode.PAGE_CONSERVATION, f"{counts.reserved} reserved pages, loads under way hold {reserved}"
+        )
+    for digest, count in holds.items():
+        image = state.host.get(digest)
+        if image is None or image.holds != count:
+            raise InternalFault(
+                ErrorCode.HOST_TIER_STATE, f"image {digest:.12} is needed {count} times and not held so"
+            )
+
+
+def _check_requests(state: EngineState) -> None:
+    leases: dict[int, int] = {}
+    pages = 0
+    for slot, record in state.by_slot.items():
+        pages += int(state.table.pages[slot])
+        if record.lease is not None:
+            leases[id(record.lease.entry)] = leases.get(id(record.lease.entry), 0) + 1
+            if not record.lease.valid or record.revision is None or record.lease.entry is not record.entry:
+                raise InternalFault(
+                    ErrorCode.LEASE_MISMATCH, f"request {record.request_id} runs beside its leased revision"
+                )
+    if state.pool.counts().kv != pages:
+        raise InternalFault(
+            ErrorCode.PAGE_CONSERVATION, f"{state.pool.counts().kv} KV pages, requests name {pages}"
+        )
+    for entry in state.occupied.values():
+        if entry.refcount != leases.get(id(entry), 0):
+            raise InternalFault(
+                ErrorCode.LEASE_MISMATCH,
+                f"adapter {entry.key[:12]} counts {entry.refcount} leases, {leases.get(id(entry), 0)} are held",
+            )

@@ -1,0 +1,166 @@
+"""Copies of adapter images into the page pool, beside the steps: started by a plan, reported by a later result.
+
+On a CPU a copy advances by bounded pieces, one at the end of each step's start, so that no step waits for a whole
+adapter; a step without rows goes on until a copy has ended. On CUDA pages move on a stream of their own and nothing
+waits at all. Either way each page is summed where it lies, and the sums are compared with those of the verified image.
+
+Never decides what is copied and never publishes.
+
+Specification: 0x04E (copy, event, validate); DESIGN 4 "Residency", "Loading".
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+
+from loraplex.core.layout import AdapterImage
+from loraplex.core.packed import I32
+from loraplex.model.pinned import PinnedImages
+from loraplex.ops.table import AdapterTable
+
+PIECE_BYTES: Final = 2 << 20
+"""Bytes that a step with rows copies at most on a CPU: about 2 ms of one core, copy and checksum."""
+IDLE_PIECE_BYTES: Final = 64 << 20
+"""The same for a step without rows."""
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """One copy under way. done: pages moved. sums: int64 checksums of the moved pages, on the host in the end."""
+
+    slot: int
+    generation: int
+    image: AdapterImage
+    pages: I32
+    done: int = 0
+    sums: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    ready: torch.cuda.Event | None = None
+
+    @property
+    def intact(self) -> bool:
+        """Whether every page lies on the device as it was verified."""
+        return bool(np.array_equal(self.sums.numpy(), self.image.checksums))
+
+
+class Copies(Protocol):
+    """Copies of one device, in the order in which they were started."""
+
+    def start(self, copy: Copy) -> None:
+        """Begin; returns at once."""
+        ...
+
+    def advance(self, idle: bool) -> None:
+        """Move on. idle: there are no rows to run; may go on until a copy has ended."""
+        ...
+
+    def ended(self) -> list[Copy]:
+        """Copies that have ended since the last call."""
+        ...
+
+    def complete(self, slot: int, generation: int) -> None:
+        """Wait until this copy, if it is under way, has ended."""
+        ...
+
+
+class SteppedCopies:
+    """Copies of a CPU pool, in pieces."""
+
+    def __init__(
+        self, table: AdapterTable, piece_bytes: int = PIECE_BYTES, idle_bytes: int = IDLE_PIECE_BYTES
+    ) -> None:
+        """piece_bytes, idle_bytes: what one step copies, with rows and without; at least a page, unless 0."""
+        self._table = table
+        self._pieces = {False: piece_bytes, True: idle_bytes}
+        self._open: deque[Copy] = deque()
+        self._ended: list[Copy] = []
+
+    def start(self, copy: Copy) -> None:
+        """Begin; the first piece moves with the next `advance`."""
+        copy.sums = torch.zeros(len(copy.pages), dtype=torch.int64)
+        self._open.append(copy)
+
+    def advance(self, idle: bool) -> None:
+        """Move one piece, first copy first; an idle step stops at the end of a copy."""
+        budget = self._pieces[idle]
+        before = len(self._ended)
+        while self._open and budget > 0 and not (idle and len(self._ended) > before):
+            budget -= self._page(self._open[0])
+
+    def ended(self) -> list[Copy]:
+        """Copies that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def complete(self, slot: int, generation: int) -> None:
+        """Move the rest of this copy now."""
+        for copy in list(self._open):
+            if (copy.slot, copy.generation) == (slot, generation):
+                while copy in self._open:
+                    self._page(copy)
+
+    def _page(self, copy: Copy) -> int:
+        """Move and sum one page; bytes."""
+        page = copy.pages[copy.done : copy.done + 1]
+        if page.size:
+            self._table.copy_page(int(page[0]), copy.image.pages[copy.done])
+            copy.sums[copy.done] = self._table.checksums(page)[0]
+            copy.done += 1
+        if copy.done == len(copy.pages):
+            self._open.remove(copy)
+            self._ended.append(copy)
+        return self._table.page_bytes
+
+
+class StreamCopies:
+    """Copies of a CUDA pool, on a stream of their own; ends are seen by events."""
+
+    def __init__(self, table: AdapterTable) -> None:
+        self._table = table
+        self._stream = torch.cuda.Stream(table.pool.device)
+        self._pinned = PinnedImages()
+        self._open: deque[Copy] = deque()
+
+    def start(self, copy: Copy) -> None:
+        """Enqueue every page, its checksum and the event that ends it."""
+        compute = torch.cuda.current_stream(self._table.pool.device)
+        self._stream.wait_stream(compute)  # scrubs of these pages, where tests ask for them
+        source = self._pinned.pages(copy.image)
+        with torch.cuda.stream(self._stream):
+            for index, page in enumerate(copy.pages.tolist()):
+                self._table.pool[page].copy_(source[index], non_blocking=True)
+            sums = self._table.checksums(copy.pages)
+            copy.sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+            copy.sums.copy_(sums, non_blocking=True)
+            copy.ready = torch.cuda.Event()
+            copy.ready.record(self._stream)
+        self._open.append(copy)
+
+    def advance(self, idle: bool) -> None:
+        """The device moves by itself; an idle step waits for the oldest copy."""
+        if idle and self._open and self._open[0].ready is not None:
+            self._open[0].ready.synchronize()
+
+    def ended(self) -> list[Copy]:
+        """Copies whose event has come since the last call."""
+        ended: list[Copy] = []
+        while self._open and self._open[0].ready is not None and self._open[0].ready.query():
+            copy = self._open.popleft()
+            self._pinned.let_go(copy.image)
+            ended.append(copy)
+        return ended
+
+    def complete(self, slot: int, generation: int) -> None:
+        """Wait for this copy."""
+        for copy in self._open:
+            if (copy.slot, copy.generation) == (slot, generation) and copy.ready is not None:
+                copy.ready.synchronize()
+
+
+def make_copies(table: AdapterTable) -> Copies:
+    """The copies that suit the pool's device."""
+    return SteppedCopies(table) if table.pool.device.type == "cpu" else StreamCopies(table)

@@ -1,0 +1,198 @@
+"""Grammars of constrained output, through llguidance: JSON schemas become grammars, grammars become token masks.
+
+Clients make grammar text of a schema and have it checked (`schema_grammar`), which needs no tokenizer. The engine's side
+(`GuidanceGrammars`, the `Grammars` port) compiles it in a thread that lets go of the interpreter meanwhile, keeps what it
+compiled, and gives each request a copy of its own. Everything is bounded: a grammar that outgrows its bounds ends its
+request, typed.
+
+Specification: DESIGN 4 "Sampling", DESIGN 6 (llguidance).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, cast
+
+import msgspec
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+
+from loraplex.core import limits
+from loraplex.core.errors import CallerError, ErrorCode, InternalFault
+from loraplex.core.packed import I32
+from loraplex.core.plan import mask_width
+from loraplex.core.ports import Constraint
+from loraplex.engine.constraints import NoGrammars
+
+WHITESPACE: Final = r"[ \n\t]{0,24}"
+"""Between JSON tokens. Without an end to it, a model that likes blanks never writes anything else."""
+_OPTIONS: Final = {"whitespace_pattern": WHITESPACE, "coerce_one_of": False, "lenient": False}
+_KEPT: Final = 64
+"""Compiled grammars that are kept for the next request with the same schema."""
+_MESSAGE_CHARS: Final = 200
+
+
+def _limits() -> LLParserLimits:
+    """Fuel of the parser: what a mask may cost a step is a few milliseconds at the very worst."""
+    return LLParserLimits(initial_lexer_fuel=400_000, step_lexer_fuel=60_000, verbose_errors=False)
+
+
+def _refuse(reason: str) -> CallerError:
+    line = re.sub(r"\s+", " ", reason.partition("<state>")[0]).strip()[:_MESSAGE_CHARS]
+    return CallerError(
+        ErrorCode.SCHEMA_UNSUPPORTED,
+        f"the schema cannot be enforced exactly: {line}; simplify it",
+        param="response_format",
+    )
+
+
+def schema_grammar(schema: dict[str, Any] | bool) -> str:
+    """Grammar text for a decoded JSON schema. Raises `schema_unsupported` for what cannot be enforced; may take long."""
+    text = msgspec.json.encode(schema).decode()
+    if len(text) > limits.MAX_SCHEMA_BYTES:
+        raise _refuse(f"it has {len(text)} bytes, the limit is {limits.MAX_SCHEMA_BYTES}")
+    check_keywords(schema)
+    grammar = str(LLMatcher.grammar_from_json_schema(text, overrides=cast("Any", _OPTIONS)))
+    wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
+    if wrong or messages:
+        raise _refuse("; ".join(messages))
+    return grammar
+
+
+_ONE: Final = frozenset({"items", "additionalItems", "additionalProperties"})
+_MANY: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_ENFORCED: Final = frozenset(
+    {
+        "type", "enum", "const", "$ref", "required", "minProperties", "maxProperties", "minItems", "maxItems", "minimum",
+        "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "pattern", "format",
+    }
+)  # fmt: skip
+_SAYS_NOTHING: Final = frozenset(
+    {"$schema", "$id", "$anchor", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly",
+     "writeOnly"}
+)  # fmt: skip
+"""Annotations of the standard, which constrain nothing."""
+
+
+def check_keywords(schema: object, path: str = "$", depth: int = 0) -> None:
+    """Raise `schema_unsupported` for a keyword that is neither enforced nor one of the standard's annotations.
+
+    The library ignores keywords that it does not know, as the standard allows; whoever wrote one means something by it.
+    """
+    if isinstance(schema, bool):
+        return
+    if not isinstance(schema, dict):
+        raise _refuse(f"{path} holds {type(schema).__name__}, not a schema")
+    if depth > limits.MAX_SCHEMA_DEPTH:
+        raise _refuse(f"it is nested deeper than {limits.MAX_SCHEMA_DEPTH} levels")
+    for keyword, value in schema.items():
+        inside = f"{path}.{keyword}"
+        if keyword in _NAMED and isinstance(value, dict):
+            for name, part in value.items():
+                check_keywords(part, f"{inside}.{name}", depth + 1)
+        elif (keyword in _MANY or keyword == "items") and isinstance(value, list):
+            for index, part in enumerate(value):
+                check_keywords(part, f"{inside}[{index}]", depth + 1)
+        elif keyword in _ONE and isinstance(value, (dict, bool)):
+            check_keywords(value, inside, depth + 1)
+        elif keyword not in _ENFORCED and keyword not in _SAYS_NOTHING:
+            raise _refuse(f"{inside} is not a keyword that is enforced")
+
+
+class GuidedConstraint:
+    """`core.ports.Constraint`: one request's way through a grammar."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+
+    def accept(self, token: int) -> bool:
+        """Move on; whether nothing may follow. Raises `schema_unsupported` when the grammar outgrew its bounds."""
+        if not self.matcher.consume_token(token):
+            raise _refuse(f"it became too complex ({self.matcher.get_error()})")
+        return bool(self.matcher.is_stopped())
+
+
+def _why_stuck(matcher: LLMatcher, mask: I32) -> str:
+    """Why an output cannot go on; empty where it can.
+
+    The library lets an output end where nothing can follow, even one that is not complete: that is no answer.
+    """
+    dead_end = "NoExtension" in (matcher.get_error() or matcher.stop_reason())
+    if not mask.any() or (dead_end and not matcher.is_accepting()):
+        return _refuse("no answer exists that the model's tokens can spell").message
+    if matcher.is_error():
+        return _refuse(f"it became too complex ({matcher.get_error()})").message
+    return ""
+
+
+class GuidanceGrammars:
+    """`core.ports.Grammars` over a model's tokenizer."""
+
+    def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
+        """vocab_size: columns of the logits, which masks span."""
+        self._tokenizer = tokenizer
+        self._width = mask_width(vocab_size)
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._executor = LLExecutor()
+
+    def open(self, grammar: str) -> Constraint | None:
+        """A constraint at its beginning; None while its grammar is being compiled."""
+        known = self._compiled.get(grammar)
+        if known is None:
+            self._compiled[grammar] = self._thread.submit(
+                LLMatcher, self._tokenizer, grammar, log_level=0, limits=_limits()
+            )
+            return None
+        self._compiled.move_to_end(grammar)
+        if not known.done():
+            return None
+        matcher = known.result()
+        while len(self._compiled) > _KEPT:
+            self._compiled.popitem(last=False)[1].cancel()
+        if matcher.is_error():
+            raise _refuse(matcher.get_error())
+        return GuidedConstraint(matcher.deep_copy())
+
+    def masks(self, constraints: Sequence[Constraint]) -> tuple[I32, Sequence[str]]:
+        """One mask a constraint, computed side by side without the interpreter."""
+        masks = np.zeros((len(constraints), self._width), dtype=np.int32)
+        matchers = [self._matcher(constraint) for constraint in constraints]
+        if len(matchers) == 1:
+            fill_next_token_bitmask(matchers[0], masks)
+        else:
+            rows = [(matcher, index) for index, matcher in enumerate(matchers)]
+            fill_next_token_bitmask_par(self._executor, rows, masks)
+        return masks, [_why_stuck(*pair) for pair in zip(matchers, masks, strict=True)]
+
+    @staticmethod
+    def _matcher(constraint: Constraint) -> LLMatcher:
+        if not isinstance(constraint, GuidedConstraint):
+            raise InternalFault(ErrorCode.INTERNAL, "a constraint came back that was not made here")
+        return constraint.matcher
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def load_grammars(
+    folder: Path, vocab_size: int, eos_token_ids: Iterable[int]
+) -> GuidanceGrammars | NoGrammars:
+    """The grammars of the model in `folder`; ones that refuse with the reason where there can be none."""
+    path, ends = folder / "tokenizer.json", sorted(eos_token_ids)
+    if not path.is_file():
+        return NoGrammars("the model has no tokenizer")
+    if not ends:
+        return NoGrammars("the model names no end-of-sequence token")
+    try:
+        tokenizer = LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=ends)
+    except Exception as error:  # noqa: BLE001 - a tokenizer that another library serves with must not keep us from it
+        return NoGrammars(f"llguidance cannot read the tokenizer: {error}")
+    return GuidanceGrammars(tokenizer, vocab_size)

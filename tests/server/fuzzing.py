@@ -1,0 +1,103 @@
+"""What the fuzzing tests share: one server process over the virtual engine, and what it must look like afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from tests.runtime import engines
+from tests.runtime.tiny_text import byte_tokenizer, write_folder
+from tests.server.processes import ROOT
+from tests.server.tiny_server import free_port, write_adapter, write_model
+
+CONTEXT = 128
+"""Positions of a request: an answer without a limit of its own ends soon."""
+
+
+class Target:
+    """A running server, and the state that it must come back to."""
+
+    def __init__(self, url: str, process: subprocess.Popen[str]) -> None:
+        self.url = url
+        self.host, self.port = "127.0.0.1", int(url.rpartition(":")[2])
+        self.process = process
+        self.http = httpx.Client(base_url=url, timeout=60)
+        self.before = self.pages()
+
+    def residency(self) -> dict[str, Any]:
+        """The engine's figures."""
+        return dict(self.http.get("/v1/residency").raise_for_status().json())
+
+    def pages(self) -> dict[str, int]:
+        """Pages by state, once no request lives."""
+        while (figures := self.residency())["requests"]["live"]:
+            pass
+        return dict(figures["pages"])
+
+    def check_unharmed(self) -> None:
+        """It answers, and nothing that it was sent holds anything."""
+        assert self.process.poll() is None, "the server ended"
+        pages = self.pages()
+        assert pages["kv"] == 0
+        assert pages["reserved"] == 0
+        assert pages == self.before
+        figures = self.residency()
+        assert all(entry["leases"] == 0 for entry in figures["adapters"])
+        answer = self.http.post(
+            "/v1/completions", json={"model": "tiny", "prompt": [70, 71], "max_tokens": 3, "ignore_eos": True}
+        )
+        assert answer.json()["usage"]["completion_tokens"] == 3
+
+    @property
+    def rss(self) -> int:
+        """Bytes that server and engine hold."""
+        parent = psutil.Process(self.process.pid)
+        return sum(p.memory_info().rss for p in [parent, *parent.children(recursive=True)])
+
+
+@contextmanager
+def target(folder: Path) -> Iterator[Target]:
+    """A server with text, two adapters of one name each, and an allowed folder with one more."""
+    write_folder(write_model(folder / "tiny"), byte_tokenizer())
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(folder / "adapters" / name, seed=seed)
+    config = {
+        "model": str(folder / "tiny"), "log_level": "error", "port": free_port(), "max_model_len": CONTEXT,
+        "adapter_dirs": [str(folder / "adapters")],
+    }  # fmt: skip
+    command = [sys.executable, "-m", "tests.server.bare_server", json.dumps(config), engines.VIRTUAL]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    with subprocess.Popen(
+        [*command, str(folder / "work"), "real"], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if "ready on" in line:
+                    break
+            found = Target(f"http://127.0.0.1:{config['port']}", process)
+            yield found
+            found.http.close()
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            finally:
+                process.kill()
+
+
+def check_answer(status: int, kind: str, body: bytes) -> None:
+    """An answer that a client can rely on: no fault of ours, and every refusal typed."""
+    code = json.loads(body)["error"]["code"] if status >= 400 and body else ""
+    assert status < 500 or code == "deadline_exceeded", (status, body[:300])
+    if status >= 400 and body:
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+        assert kind == "application/json"
