@@ -16,7 +16,8 @@ from typing import Any, Self
 import numpy as np
 from msgspec.structs import replace as with_fields
 
-from loraplex.catalog.memory import AdapterCatalog, Revision
+from loraplex.catalog.adapters import AdapterCatalog, Revision
+from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, error_for
 from loraplex.core.messages import (
@@ -37,7 +38,7 @@ from loraplex.runtime.build import build_engine
 from loraplex.runtime.clock import MonotonicClock
 from loraplex.runtime.images import ImageStore
 from loraplex.runtime.local import LocalMailbox, NullSink
-from loraplex.runtime.prepare import prepare_adapter
+from loraplex.runtime.prepare import PreparedAdapter, prepare_source
 from loraplex.runtime.sampling import engine_sampling
 from loraplex.runtime.text import Detokenizer, TextCodec, load_tokenizer
 
@@ -104,7 +105,7 @@ class _Open:
 class LLM:
     """A base model with adapters, in this process.
 
-    model: folder with config.json, safetensors and, for text, a tokenizer. adapters: alias -> PEFT folder. device:
+    model: folder with config.json, safetensors and, for text, a tokenizer. adapters: alias -> PEFT folder or remote source. device:
     "cpu" or "cuda". dtype: "auto", "float32", "bfloat16" or "float16". pool_gb: page pool in GiB. Further keywords are
     those of `config.EngineConfig`. Raises typed `LoraplexError`s. Use as a context manager, or call `close`.
     """
@@ -142,7 +143,9 @@ class LLM:
             self._images_dir.cleanup()
             raise
         self._store = ImageStore(Path(self._images_dir.name))
+        self._artifacts = ArtifactStore(artifacts_folder(), DEFAULT_STORE_BYTES)
         self._catalog = AdapterCatalog()
+        self._kernels: dict[str, str] = {}
         self._open: dict[str, _Open] = {}
         self._replies: dict[int, Reply] = {}
         self._calls = self._requests = 0
@@ -165,6 +168,7 @@ class LLM:
     def close(self) -> None:
         """Let go of the model and of temporary files; further calls are errors."""
         self._built.close()
+        self._catalog.close()
         self._images_dir.cleanup()
 
     @property
@@ -175,10 +179,9 @@ class LLM:
     # Adapters
 
     def add_adapter(self, alias: str, source: str | Path) -> dict[str, Any]:
-        """Register the PEFT folder `source` as `alias`; what was applied, or a typed error."""
+        """Register the adapter in `source`, a PEFT folder or a remote source, as `alias`; what was applied, or a typed error."""
         self._catalog.check_new(alias)
-        prepared = prepare_adapter(source, self._built.base, self._store)
-        self._call(prepared.register)
+        prepared = self._prepare(source)
         return self._describe(self._catalog.add(alias, str(source), prepared))
 
     def swap_adapter(self, alias: str, source: str | Path, *, expected: int | None = None) -> dict[str, Any]:
@@ -186,8 +189,7 @@ class LLM:
         self._catalog.check_swap(
             alias, expected
         )  # before the engine hears of it: a refusal leaves nothing there
-        prepared = prepare_adapter(source, self._built.base, self._store)
-        self._call(prepared.register)
+        prepared = self._prepare(source)
         old, new = self._catalog.swap(alias, str(source), prepared, expected)
         self._forget(old)
         return self._describe(new)
@@ -204,10 +206,17 @@ class LLM:
         """The engine's figures: pages, requests, residency."""
         return self._call(Inspect(0))
 
+    def _prepare(self, source: str | Path) -> PreparedAdapter:
+        """Read an adapter and have the engine know it."""
+        prepared = prepare_source(source, self._built.base, self._store, self._artifacts)
+        self._call(prepared.register)
+        self._kernels[prepared.identity.semantic] = prepared.register.kernel_digest
+        return prepared
+
     def _forget(self, revision: Revision) -> None:
         if not self._catalog.shares(revision.key):
             self._call(RemoveAdapter(0, revision.key))
-            self._store.delete(revision.prepared.register.kernel_digest)
+            self._store.delete(self._kernels.pop(revision.key))
 
     def _describe(self, revision: Revision) -> dict[str, Any]:
         return revision.describe(self.inspect())

@@ -57,6 +57,10 @@ class RemoteServer:
         """Take an alias away."""
         self._call("DELETE", _path(alias))
 
+    def provenance(self, request_id: str) -> dict[str, Any]:
+        """What answered a request; `request_not_found` when there is no record."""
+        return self._call("GET", f"/v1/requests/{quote(request_id, safe='')}/provenance")
+
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._netloc, timeout=TIMEOUT_S)
