@@ -85,7 +85,14 @@ def virtual_limits(config: EngineConfig) -> EngineLimits:
 
 
 class ScoringDevice(VirtualDevice):
-    """A virtual device that also answers with log probabilities, so many as the plan wants and of no meaning."""
+    """A virtual device for servers: it keeps no history of its plans, and answers with log probabilities of no meaning."""
+
+    def launch(self, plan: bytes) -> None:
+        """Run a plan, and forget those that nothing refers to any more."""
+        super().launch(plan)
+        self.plans.clear()
+        for old in sorted(self.sampled)[:-4]:
+            del self.sampled[old]
 
     def _run(self, plan: BatchPlan) -> StepResult:
         result = super()._run(plan)

@@ -14,6 +14,31 @@ bench_app = App(name="bench", help="Measurements beside the peers that are insta
 
 
 @bench_app.command
+def http(*, clients: int = 64, tokens: int = 2000, rounds: int = 3, json: Path | None = None) -> None:
+    """Tokens and chunks per second of the server alone, beside a bare application on the same listener in the same run.
+
+    Parameters
+    ----------
+    clients: streams at a time.
+    tokens: chunks of each stream.
+    rounds: measured rounds, after one that warms up.
+    json: also write the rows to this file.
+    """
+    import msgspec
+
+    from loraplex.bench.http import run_http
+
+    rows = run_http(clients, tokens, rounds, print)
+    for row in rows:
+        print(
+            f"{row.case:8} {row.tokens_a_second:9,.0f} tokens/s {row.chunks_a_second:9,.0f} chunks/s "
+            f"{row.token_us:6.1f} us/token = {1e6 / row.token_us:9,.0f} tokens/s a core {row.rss_mib:5.0f} MiB"
+        )
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
+
+
+@bench_app.command
 def decode(
     model: Path | None = None,
     /,

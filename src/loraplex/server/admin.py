@@ -174,14 +174,15 @@ async def adapter_action(call: Call) -> None:
 
 
 async def load_lora_adapter(call: Call) -> None:
-    """vLLM's call: register a new name. One that is taken is refused; PUT swaps."""
+    """vLLM's call: register a new name. One that is taken is refused unless it is to be replaced; then it is swapped."""
     call.caller.require_admin()
     request = decode(await call.exchange.body(), LoadLoraAdapter)
     call.service.require_ready()
     source = permitted(request.lora_path, call.service.config.adapter_dirs)
     adapters = call.service.adapters
+    change = adapters.put if request.load_inplace else adapters.add
     tenant, alias = adapters.target(request.lora_name, call.caller.tenant)
-    revision = await adapters.add(alias, source, tenant, call.caller.name)
+    revision = await change(alias, source, tenant=tenant, actor=call.caller.name)
     call.exchange.facts["model"] = revision.name
     await _success(call, f"Success: LoRA adapter '{revision.alias}' added successfully.")
 

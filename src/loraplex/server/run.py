@@ -10,6 +10,7 @@ Specification: DESIGN 4 "Processes", "Start-up".
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -31,6 +32,7 @@ from loraplex.runtime.images import ImageStore
 from loraplex.runtime.supervisor import EngineSupervisor
 from loraplex.runtime.text import load_tokenizer
 from loraplex.server.announce import Announcer
+from loraplex.server.auth import DEFAULT_TENANT
 from loraplex.server.listen import AsgiApp, Listener
 from loraplex.server.provenance import Provenance
 from loraplex.server.register import Preparation, register_adapters
@@ -40,6 +42,9 @@ _log: Final = logging.getLogger(__name__)
 GIB: Final = 1 << 30
 FLUSH_S: Final = 5.0
 """How long answers may take to leave once every request has ended."""
+
+CLOSE_S: Final = 0.5
+"""How long connections without a request may take to close."""
 
 Application = Callable[[Service], AsgiApp]
 
@@ -128,7 +133,7 @@ async def serve(
         try:
             announcer.say(f"listening on {listener.url}; starting the engine for {base_name}")
             if await signals.unless_stopped(open_up()):
-                aliases = [revision.alias for revision in adapters]
+                aliases = [name for name, _ in adapters.visible(DEFAULT_TENANT)]
                 chat = service.codec is not None and service.codec.has_chat_template
                 announcer.ready(listener.url, base_name, aliases, chat)
                 await signals.stop.wait()
@@ -152,7 +157,7 @@ async def _restore(adapters: AdapterService) -> None:
 
 async def _drain(service: Service, listener: Listener, announcer: Announcer) -> None:
     """Refuse new requests, let open ones finish within the bound, end the rest, and let their answers leave."""
-    service.phase = Phase.DRAINING
+    service.drain()
     client, bound_s = service.client, service.config.drain_s
     if client.open_requests:
         announcer.say(f"stopping: {client.open_requests} open requests have {bound_s:g} s to finish")
@@ -164,6 +169,8 @@ async def _drain(service: Service, listener: Listener, announcer: Announcer) -> 
             CapacityError(ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one")
         )
     try:
-        await asyncio.wait_for(listener.stop(), FLUSH_S)
+        await asyncio.wait_for(service.quiet(), FLUSH_S)
     except TimeoutError:
         _log.warning("some answers were not taken within %g s", FLUSH_S)
+    with contextlib.suppress(TimeoutError):  # a client that never finished its headers
+        await asyncio.wait_for(listener.stop(), CLOSE_S)
