@@ -24,6 +24,9 @@ from loraplex.core.messages import (
     Finish,
     FromEngine,
     Inspect,
+    LoadAdapter,
+    PinAdapter,
+    PrefetchAdapter,
     RegisterAdapter,
     RemoveAdapter,
     Reply,
@@ -194,6 +197,8 @@ class EchoEngine:
                     out.append(Reply(message.call_id, "adapter_not_found", "no such adapter"))
                 else:
                     out.append(Reply(message.call_id, body={"key": message.key}))
+            case LoadAdapter() | PrefetchAdapter() | PinAdapter():
+                out.append(Reply(message.call_id, body={"key": message.key}))
             case Inspect():
                 out.append(Reply(message.call_id, body=self.figures()))
 
@@ -206,6 +211,9 @@ class EchoEngine:
             "requests": {"running": len(self.running), "waiting": 0, "live": len(self.running)},
             "steps": {"launched": 0, "committed": 0},
             "preemptions": 0,
+            "pins": {"adapters": 0, "pages": 0},
+            "host": {"used_bytes": 0, "limit_bytes": 0},
+            "loads": {"under_way": 0, "wanted": 0},
             "adapters": adapters,
         }
 

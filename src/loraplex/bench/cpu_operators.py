@@ -84,7 +84,7 @@ def random_image(rng: np.random.Generator, rank: int, dtype: torch.dtype) -> Ada
         key="",
         kernel_digest="",
         itemsize=dtype.itemsize,
-        modules=np.array([(s.layer, s.module, s.rank, scale) for s in shapes], dtype=np.int32),
+        modules=np.array([(s.layer, s.module, s.rank, scale, 0) for s in shapes], dtype=np.int32),
         extents=np.array(columns, dtype=np.int32),
         pages=pages,
         checksums=page_checksum(pages),

@@ -55,7 +55,10 @@ class TokenCounts:
         self._prompt[row].zero_()
         self._prompt[row, self._ids(prompt)] = True
         counts = np.bincount(output, minlength=self._vocab).astype(np.int32)
-        self._output[row].copy_(torch.from_numpy(counts))
+        source = torch.from_numpy(counts)
+        if self._device.type == "cuda":
+            source = source.pin_memory()  # so that the copy does not wait for the step in flight
+        self._output[row].copy_(source, non_blocking=True)
 
     def close(self, slot: int) -> None:
         """Give the slot's row back, if it has one."""
