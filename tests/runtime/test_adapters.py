@@ -16,9 +16,10 @@ from tests.artifact.tiny import tiny_model, write_lora
 
 from loraplex.artifact.identify import AdapterIdentity
 from loraplex.artifact.tensors import Dtype
-from loraplex.catalog.memory import AdapterCatalog
+from loraplex.catalog.adapters import AdapterCatalog
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.messages import RegisterAdapter, RemoveAdapter
+from loraplex.identity.digests import ALWAYS_ON, semantic_abi
 from loraplex.runtime.adapters import AdapterService
 from loraplex.runtime.base import describe_base
 from loraplex.runtime.images import ImageStore
@@ -54,8 +55,15 @@ class Engine:
         return {"pages": {"page_bytes": 1}, "adapters": []}
 
 
-def key(source: str) -> str:
+BASE_ABI = "ba5e" * 16
+
+
+def artifact(source: str) -> str:
     return hashlib.sha256(source.partition("#")[0].encode()).hexdigest()
+
+
+def key(source: str) -> str:
+    return semantic_abi(BASE_ABI, artifact(source), ALWAYS_ON)
 
 
 class Preparing:
@@ -67,7 +75,7 @@ class Preparing:
         await self.gate.wait()
         name = key(source)
         return PreparedAdapter(
-            AdapterIdentity("b", "a", name), "lora", (1,), ("q",), 1, 1, 1, 1, 1, "",
+            AdapterIdentity(BASE_ABI, artifact(source), name), "lora", (1,), ("q",), 1, 1, 1, 1, 1, "",
             RegisterAdapter(0, name, name, 1, ((1, 1),), (0,), 1),
         )  # fmt: skip
 

@@ -70,6 +70,10 @@ class Copies(Protocol):
         """Wait until this copy, if it is under way, has ended."""
         ...
 
+    def close(self) -> None:
+        """Let go of the pool; copies under way are not reported any more."""
+        ...
+
 
 class SteppedCopies:
     """Copies of a CPU pool, in pieces."""
@@ -106,6 +110,10 @@ class SteppedCopies:
             if (copy.slot, copy.generation) == (slot, generation):
                 while copy in self._open:
                     self._page(copy)
+
+    def close(self) -> None:
+        """Nothing runs by itself."""
+        self._open.clear()
 
     def _page(self, copy: Copy) -> int:
         """Move and sum one page; bytes."""

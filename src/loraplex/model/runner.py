@@ -123,6 +123,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of the device's memory; nothing can be launched after this."""
+        self._residents.close()
         del self.executor, self.pool, self.table, self._residents, self.decoder, self.sampler
         self._launched.clear()
         gc.collect()  # graphs and wrappers refer to each other

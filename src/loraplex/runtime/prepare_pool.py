@@ -14,63 +14,80 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Collection
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
 
+from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
 from loraplex.core.errors import CapacityError, ErrorCode, InternalFault
 from loraplex.runtime.base import BaseModel
 from loraplex.runtime.images import ImageStore
-from loraplex.runtime.prepare import PreparedAdapter, prepare_adapter
+from loraplex.runtime.prepare import PreparedAdapter, prepare_source
 
 _NICE = 10
 _PR_SET_PDEATHSIG = 1
 
 _base: BaseModel | None = None
 _store: ImageStore | None = None
+_artifacts: ArtifactStore | None = None
 
 
-def _begin(base: BaseModel, images_dir: str) -> None:
+def _begin(base: BaseModel, images_dir: str, artifacts_dir: str, artifacts_bytes: int) -> None:
     """Runs once in the child: what every preparation needs lies in its globals."""
-    global _base, _store
+    global _base, _store, _artifacts
     for signum in (signal.SIGINT, signal.SIGTERM):  # to a whole group they are the parent's to act on
         signal.signal(signum, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(_NICE)
-    _base, _store = base, ImageStore(images_dir)
+    _base, _store, _artifacts = base, ImageStore(images_dir), ArtifactStore(artifacts_dir, artifacts_bytes)
 
 
-def _prepare(path: str) -> PreparedAdapter:
-    if _base is None or _store is None:
+def _prepare(source: str, content: str | None) -> PreparedAdapter:
+    if _base is None or _store is None or _artifacts is None:
         raise InternalFault(ErrorCode.INTERNAL, "the preparation process was not set up")
-    return prepare_adapter(path, _base, _store)
+    return prepare_source(source, _base, _store, _artifacts, content)
 
 
 class PreparePool:
-    """Prepares adapters one at a time; callable with a source folder."""
+    """Prepares adapters one at a time; callable with a source."""
 
-    def __init__(self, base: BaseModel, images_dir: str | os.PathLike[str]) -> None:
-        """images_dir: the image store that the engine reads."""
+    def __init__(
+        self,
+        base: BaseModel,
+        images_dir: str | os.PathLike[str],
+        artifacts_dir: str | os.PathLike[str] | None = None,
+        artifacts_bytes: int = DEFAULT_STORE_BYTES,
+    ) -> None:
+        """images_dir: the image store that the engine reads. artifacts_*: store of downloads and its limit."""
         self._base = base
         self._images_dir = str(Path(images_dir))
+        self._artifacts = (str(artifacts_dir or artifacts_folder()), artifacts_bytes)
         self._pool: ProcessPoolExecutor | None = None
         self._pid: Future[int] | None = None
 
-    async def __call__(self, source: str) -> PreparedAdapter:
-        """`prepare_adapter(source)` in the child. Raises what it raises; `adapter_load_failed` when the child died."""
+    async def __call__(self, source: str, content: str | None = None) -> PreparedAdapter:
+        """`prepare_source` in the child. Raises what it raises; `adapter_load_failed` when the child died."""
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 max_workers=1,
                 mp_context=multiprocessing.get_context("spawn"),
                 initializer=_begin,
-                initargs=(self._base, self._images_dir),
+                initargs=(self._base, self._images_dir, *self._artifacts),
             )
             self._pid = self._pool.submit(os.getpid)
-        pool = self._pool
+        return await self._in_child(self._pool, source, content)
+
+    async def reclaim(self, kept: Collection[str]) -> int:
+        """Clear the artifact store of everything but these keys; bytes deleted. Off the event loop."""
+        store = ArtifactStore(*self._artifacts)
+        return await asyncio.to_thread(store.reclaim, kept, (), store.limit_bytes)
+
+    async def _in_child(self, pool: ProcessPoolExecutor, source: str, content: str | None) -> PreparedAdapter:
         try:
-            return await asyncio.wrap_future(pool.submit(_prepare, source))
+            return await asyncio.wrap_future(pool.submit(_prepare, source, content))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
