@@ -96,8 +96,11 @@ template <class T> struct Layers {
     static const Step nobody{};
     Problem<T> lora{b.adapters ? *b.adapters : nobody, ws, b.z, y, columns, x, d_in};
     team.each(tiles + shrinks, stage, [&](int64_t i) {
-      if (i < shrinks) lora.shrink(ws.shrink[size_t(i)]);
-      else work.run(b.rows, (i - shrinks) * step, std::min(step, panels - (i - shrinks) * step), scratch);
+      if (i < shrinks) {
+        const Item& item = ws.shrink[size_t(i)];
+        lora.shrink(item);
+        if (item.row_lo == 0) lora.ask_for_b(item);
+      } else work.run(b.rows, (i - shrinks) * step, std::min(step, panels - (i - shrinks) * step), scratch);
     });
     if (b.scaled) scale_inputs(dense, d_in, columns, x, y);
     if (!ws.expand.empty())
