@@ -233,13 +233,13 @@ class VirtualDevice:
         self.memory[copy.scrubs] = POISON
         self._scrubbed.update(copy.scrubs.tolist())
         if copy.fate not in (CopyFate.FAILED, CopyFate.LOST):
-            half = copy.pages[: (copy.pages.size + 1) // 2]
+            half = copy.pages[: copy.pages.size // 2]
             self.memory[half] = self._bytes_of(copy)
 
     def _second_half(self, copy: _Copy) -> None:
         """The rest of the bytes, then the checksum of each page against the image's."""
         if copy.fate in (CopyFate.INTACT, CopyFate.CORRUPT):
-            self.memory[copy.pages[(copy.pages.size + 1) // 2 :]] = self._bytes_of(copy)
+            self.memory[copy.pages[copy.pages.size // 2 :]] = self._bytes_of(copy)
         whole = copy.fate is not CopyFate.LOST and bool(
             (self.memory[copy.pages] == np.uint64(copy.number)).all()
         )
