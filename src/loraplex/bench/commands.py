@@ -88,6 +88,41 @@ def decode(
         json.write_text(as_json(options, rows) + "\n", encoding="utf-8")
 
 
+@bench_app.command
+def identity(
+    *,
+    mib: int = 80,
+    registrations: int = 1000,
+    names: int = 10_000,
+    repeats: int = 5,
+    json: Path | None = None,
+) -> None:
+    """Verify, hash and host-load an adapter beside sha256sum; publish many; look names up.
+
+    Parameters
+    ----------
+    mib: size of the adapter.
+    registrations: revisions published one after the other.
+    names: adapters among which names are looked up.
+    repeats: timed runs of each load, after one that fills caches.
+    json: also write the rows to this file.
+    """
+    from loraplex.bench.identity import IdentityOptions, as_json, run_identity
+
+    if min(mib, registrations, names, repeats) < 1:
+        raise CallerError(ErrorCode.CONFIG_INVALID, "every number must be at least 1")
+    options = IdentityOptions(mib, registrations, names, repeats)
+    rows = run_identity(options, print)
+    width = max(len(row.case) for row in rows)
+    for row in rows:
+        ratio = (
+            "" if row.ratio is None else f"  {row.cpu:>9,.0f} per CPU second, {row.ratio:.2f} of sha256sum's"
+        )
+        print(f"{row.case.ljust(width)}  {row.value:>12,.1f} {row.unit}{ratio}")
+    if json is not None:
+        json.write_text(as_json(options, rows) + "\n", encoding="utf-8")
+
+
 def _pair(text: str) -> tuple[str, Path]:
     name, equals, folder = text.partition("=")
     if not name or not equals or not Path(folder).is_dir():
