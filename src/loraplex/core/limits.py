@@ -41,6 +41,8 @@ MAX_ACTOR_CHARS: Final = 256
 # Request records
 MAX_REQUEST_RECORDS: Final = 1_000_000
 """Records of served requests that a catalog keeps; older ones go first."""
+MAX_REQUEST_RECORDS_IN_MEMORY: Final = 2_000
+"""The same without a durable catalog: the records lie in the server's own memory, some 1.4 KB each."""
 MAX_REQUEST_RECORD_AGE_S: Final = 30 * 86_400
 MAX_ATTEMPTS_SHOWN: Final = 100
 MAX_UNWRITTEN_RECORDS: Final = 65_536

@@ -24,6 +24,7 @@ from loraplex.catalog.database import IN_MEMORY
 from loraplex.catalog.requests import RequestLog
 from loraplex.catalog.store import CatalogStore
 from loraplex.config import ServeConfig
+from loraplex.core import limits
 from loraplex.core.errors import CapacityError, ErrorCode
 from loraplex.runtime.adapters import AdapterService
 from loraplex.runtime.client import EngineClient
@@ -111,7 +112,8 @@ async def serve(
     adapters = AdapterService(client, catalog, preparation, ImageStore(images).delete)
     preparation.named = lambda: adapters.off_loop(catalog.store.contents)
     supervisor.restore = lambda: _restore(adapters)
-    provenance = Provenance(RequestLog(catalog.store.database), adapters.off_loop)
+    kept = limits.MAX_REQUEST_RECORDS if config.catalog else limits.MAX_REQUEST_RECORDS_IN_MEMORY
+    provenance = Provenance(RequestLog(catalog.store.database, kept), adapters.off_loop)
     service = Service(config, base_name, load_tokenizer(folder), client, supervisor, adapters, provenance)
     listener = Listener(application(service), config.host, config.port)
 
