@@ -33,7 +33,7 @@ class Residents:
         self._copies = make_copies(table) if copies is None else copies
         self._held: dict[int, int] = {}
         self._retired: dict[int, int] = {}
-        self._unreported: list[tuple[int, int, int]] = []
+        self._unreported: list[tuple[int, tuple[int, int, int]]] = []
 
     def check(self, plan: BatchPlan) -> None:
         """Refuse a plan whose adapter slots are not what it expects; raises `stale_slot_generation`. Changes nothing."""
@@ -82,34 +82,45 @@ class Residents:
             slot, generation, count = row[COPY_DIGEST_WORDS:].tolist()
             pages = plan.copy_pages[offset : offset + count]
             offset += count
-            self._start(row[:COPY_DIGEST_WORDS].astype("<i4").tobytes().hex(), slot, generation, pages)
+            digest = row[:COPY_DIGEST_WORDS].astype("<i4").tobytes().hex()
+            if not self._start(digest, slot, generation, pages):
+                self._unreported.append((plan.generation, (slot, generation, 0)))
         self._copies.advance(plan.rows == 0)
+        self._note_ended(plan.generation)
 
-    def report(self) -> I32:
-        """(slot, generation, intact) of copies that have ended and were not reported yet, int32 [n, 3]."""
+    def report(self, plan: int) -> I32:
+        """(slot, generation, intact) of copies that have ended by this plan and were not reported yet, int32 [n, 3].
+
+        What a later plan brought to its end is that one's to report, so that a worker answers as a runner here does.
+        """
+        self._note_ended(plan)
+        rows = [row for ended_by, row in self._unreported if ended_by <= plan]
+        self._unreported = [entry for entry in self._unreported if entry[0] > plan]
+        return np.array(rows, dtype=np.int32).reshape(-1, 3)
+
+    def _note_ended(self, plan: int) -> None:
         for copy in self._copies.ended():
             if not copy.intact:
                 self._drop(copy.slot, copy.generation)
-            self._unreported.append((copy.slot, copy.generation, int(copy.intact)))
-        rows, self._unreported = self._unreported, []
-        return np.array(rows, dtype=np.int32).reshape(-1, 3)
+            self._unreported.append((plan, (copy.slot, copy.generation, int(copy.intact))))
 
     def close(self) -> None:
         """Let go of the pool."""
         self._copies.close()
 
-    def _start(self, digest: str, slot: int, generation: int, pages: I32) -> None:
+    def _start(self, digest: str, slot: int, generation: int, pages: I32) -> bool:
+        """Begin one copy; False when it cannot be made."""
         if self._held.get(slot) == generation:
-            return  # started by a plan that failed afterwards
+            return True  # started by a plan that failed afterwards
         try:
             image = self._images.open(digest)
             self._table.install(slot, image, pages)
         except LoraplexError as error:
             _log.warning("adapter image %s was not copied to slot %d: %s", digest[:12], slot, error)
-            self._unreported.append((slot, generation, 0))
-            return
+            return False
         self._held[slot] = generation
         self._copies.start(Copy(slot, generation, image, pages.copy()))
+        return True
 
     def _drop(self, slot: int, generation: int) -> None:
         """Forget a copy that arrived damaged, unless the slot has moved on."""

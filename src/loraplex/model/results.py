@@ -105,7 +105,7 @@ class Pending:
             prompt_logprob_indptr=prompt_indptr,
             prompt_logprob_ids=prompt_ids,
             prompt_logprob_values=prompt_values,
-            copied=residents.report(),
+            copied=residents.report(self.plan.generation),
             faults=self._faults(),
         )
 

@@ -74,7 +74,10 @@ class Faults:
 
 @dataclass(slots=True)
 class _Copy:
-    """One copy: where to, of which image, how it goes, when it ends; pages that its own plan scrubs before it."""
+    """One copy: where to, of which image, how it goes, when it ends; pages that its own plan scrubs before it.
+
+    by: the plan that made it, on the compute stream.
+    """
 
     slot: int
     generation: int
@@ -83,6 +86,7 @@ class _Copy:
     fate: CopyFate
     cost_ns: int
     scrubs: I32 = field(default_factory=empty)
+    by: int = 0
 
 
 @dataclass(slots=True)
@@ -133,7 +137,7 @@ class VirtualDevice:
         self._compute_free_ns = self._copy_free_ns = 0
         self._started: dict[int, int] = {}
         self._scrubbed: set[int] = set()
-        self._unreported: list[tuple[int, tuple[int, int, int]]] = []
+        self._unreported: list[tuple[int, tuple[int, int, int], int]] = []
 
     # ------------------------------------------------------------ the port
 
@@ -247,15 +251,20 @@ class VirtualDevice:
             self.installed[copy.slot, copy.generation] = (copy.number, copy.pages)
         later, times = self.faults.report() if self.faults.report is not None else (0, 1)
         row = (copy.slot, copy.generation, int(whole))
-        self._unreported += [(later + extra, row) for extra in range(times)]
+        self._unreported += [(later + extra, row, copy.by) for extra in range(times)]
 
     @staticmethod
     def _bytes_of(copy: _Copy) -> np.uint64:
         return np.uint64(copy.number ^ 2 if copy.fate is CopyFate.CORRUPT else copy.number)
 
     def _with_copies(self, result: StepResult) -> StepResult:
-        due = [row for wait, row in self._unreported if wait <= 0]
-        self._unreported = [(wait - 1, row) for wait, row in self._unreported if wait > 0]
+        plan = result.generation
+        due = [row for wait, row, by in self._unreported if wait <= 0 and by <= plan]
+        self._unreported = [
+            (wait - 1 if by <= plan else wait, row, by)
+            for wait, row, by in self._unreported
+            if wait > 0 or by > plan
+        ]
         if not due:
             return result
         copied = np.array(due, dtype=np.int32).reshape(len(due), 3)
@@ -279,6 +288,7 @@ class VirtualDevice:
         self._check_mirrors(plan)
         self._apply_deltas(plan)
         for copy in filter(self._begins, copies):
+            copy.by = plan.generation  # what a later plan brings to its end is not this one's to report
             self._first_half(copy)
             self._second_half(copy)
         if plan.generation in self.faults.fail_plans:
