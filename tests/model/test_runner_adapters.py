@@ -206,7 +206,7 @@ def test_adapter_deltas_of_a_failed_plan_may_come_again(
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver.runner._sampler, "sample", fail)
+        patch.setattr(driver.runner.sampler, "sample", fail)
         assert driver.run(plan).error_message.startswith("backend_failed: ")
     again = driver.run(replace(plan, generation=plan.generation + 1))
     assert again.error_message == ""

@@ -14,6 +14,31 @@ bench_app = App(name="bench", help="Measurements beside the peers that are insta
 
 
 @bench_app.command
+def http(*, clients: int = 64, tokens: int = 2000, rounds: int = 3, json: Path | None = None) -> None:
+    """Tokens and chunks per second of the server alone, beside a bare application on the same listener in the same run.
+
+    Parameters
+    ----------
+    clients: streams at a time.
+    tokens: chunks of each stream.
+    rounds: measured rounds, after one that warms up.
+    json: also write the rows to this file.
+    """
+    import msgspec
+
+    from loraplex.bench.http import run_http
+
+    rows = run_http(clients, tokens, rounds, print)
+    for row in rows:
+        print(
+            f"{row.case:8} {row.tokens_a_second:9,.0f} tokens/s {row.chunks_a_second:9,.0f} chunks/s "
+            f"{row.token_us:6.1f} us/token = {1e6 / row.token_us:9,.0f} tokens/s a core {row.rss_mib:5.0f} MiB"
+        )
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
+
+
+@bench_app.command
 def decode(
     model: Path | None = None,
     /,
@@ -25,15 +50,22 @@ def decode(
     peer: bool = True,
     vllm: Path | None = None,
     repeats: int = 3,
+    profile: bool = False,
+    only: Annotated[tuple[int, ...], Parameter(negative="")] = (),
     json: Path | None = None,
 ) -> None:
-    """Tokens per second of base and adapters, beside transformers + PEFT (and vLLM) in the same run.
+    """Tokens per second of base and adapters.
+
+    On cpu: beside transformers + PEFT (and vLLM) in the same run. On cuda without a model: Llama-3.1-8B's shapes with
+    random weights and synthetic adapters, every row with its roofline, latencies and host time.
 
     Parameters
     ----------
-    model: folder; the demo model when left out.
+    model: folder; on cpu the demo model when left out.
     adapter: NAME=FOLDER, may be repeated.
     device: cpu or cuda.
+    profile: on cuda, also where a step's device time goes.
+    only: on cuda, numbers of the rows to run, from 0.
     dtype: element type of weights, KV and factors.
     rank: measure eight random adapters of this rank on all linears in place of --adapter, and 64 requests of mixed length.
     peer: also measure transformers + PEFT.
@@ -50,6 +82,15 @@ def decode(
         raise CallerError(
             ErrorCode.CONFIG_INVALID, f"repeats must be at least 1, got {repeats}", param="repeats"
         )
+    if device == "cuda" and model is None:
+        _device_decode(repeats, profile, only, json)
+        return
+    if profile or only:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            "--profile and --only go with --device cuda and no model",
+            param="profile",
+        )
     if model is None:
         from loraplex.model.gguf import ensure_demo_model
 
@@ -65,6 +106,104 @@ def decode(
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
     if json is not None:
         json.write_text(as_json(options, rows) + "\n", encoding="utf-8")
+
+
+@bench_app.command
+def load(
+    model: Path | None = None,
+    /,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    ranks: tuple[int, ...] = (8, 16, 64),
+    repeats: int = 5,
+    cold: int = 100,
+    running: int = 8,
+    pool_gb: float = 2.0,
+    load_format: Literal["auto", "dummy"] = "auto",
+    json: Path | None = None,
+) -> None:
+    """Cost of a cold adapter by tier, rank and stage, and time between tokens while many load.
+
+    Parameters
+    ----------
+    model: folder; the demo model when left out.
+    device: cpu or cuda.
+    dtype: element type of weights, KV and factors.
+    ranks: ranks of the adapters.
+    repeats: timed loads of each row.
+    cold: adapters that load while requests run.
+    running: requests that run meanwhile.
+    pool_gb: page pool, in GiB; it must hold all cold adapters at once.
+    load_format: dummy for random weights from config.json alone.
+    json: also write the rows to this file.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from loraplex.bench.load import LoadOptions, as_json, run_load, table
+
+    if repeats < 1 or cold < 1 or running < 1 or not ranks:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            "repeats, cold and running must be at least 1, and one rank must be given",
+        )
+    if model is None:
+        from loraplex.model.gguf import ensure_demo_model
+
+        model = ensure_demo_model()
+    options = LoadOptions(
+        model, device=device, dtype=dtype, ranks=ranks, repeats=repeats, cold=cold, running=running,
+        pool_gb=pool_gb, load_format=load_format,
+    )  # fmt: skip
+    rows, latencies, rate = run_load(options, print)
+    for line in table(rows):
+        print(" | ".join(line))
+    first, last = latencies
+    print(
+        f"p99 time between tokens: {last.p99_ms / first.p99_ms:.2f} x undisturbed; processor time of the step's "
+        f"thread: {last.step_cpu_p99_ms / first.step_cpu_p99_ms:.2f} x"
+    )
+    if json is not None:
+        json.write_text(as_json(options, rows, latencies, rate) + "\n", encoding="utf-8")
+
+
+def _device_decode(repeats: int, profile: bool, only: tuple[int, ...], json: Path | None) -> None:
+    from loraplex.bench.engine_decode import device_table, run_device_decode
+
+    record = run_device_decode(repeats, profile, only, print)
+    for line in device_table(record):
+        print(line)
+    if json is not None:
+        json.write_text(encode_json(record) + "\n", encoding="utf-8")
+
+
+@bench_app.command
+def step(*, steps: int = 200, json: Path | None = None) -> None:
+    """Processor time of one iteration of the control plane, with nothing behind it.
+
+    Parameters
+    ----------
+    steps: timed decode steps of each row.
+    json: also write the rows to this file.
+    """
+    from loraplex.bench.step import as_json, run_steps
+
+    if steps < 1:
+        raise CallerError(ErrorCode.CONFIG_INVALID, f"steps must be at least 1, got {steps}", param="steps")
+    rows = run_steps(steps)
+    print(f"{'running':>8} {'waiting':>8} {'adapters':>9} {'step ms':>9} {'p99 ms':>8} {'plan ms':>8}")
+    for row in rows:
+        print(
+            f"{row.running:8} {row.waiting:8} {row.adapters:9} {row.step_ms:9.2f} {row.step_p99_ms:8.2f} {row.plan_ms:8.2f}"
+        )
+    if json is not None:
+        json.write_text(as_json(rows, steps) + "\n", encoding="utf-8")
+
+
+def encode_json(record: object) -> str:
+    """A record as indented JSON."""
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(record), indent=2).decode()
 
 
 @bench_app.command
