@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 from tests.artifact.tiny import tiny_model, write_lora
+from tests.runtime.deadly import die
 
 from loraplex.artifact.identify import AdapterIdentity
 from loraplex.artifact.tensors import Dtype
@@ -20,6 +21,7 @@ from loraplex.catalog.adapters import AdapterCatalog
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.messages import RegisterAdapter, RemoveAdapter
 from loraplex.identity.digests import ALWAYS_ON, semantic_abi
+from loraplex.runtime import prepare_pool
 from loraplex.runtime.adapters import AdapterService
 from loraplex.runtime.base import describe_base
 from loraplex.runtime.images import ImageStore
@@ -254,7 +256,9 @@ def _write_base(folder: Path) -> Path:
     return folder
 
 
-def test_preparation_in_a_process_equals_preparation_here(tmp_path: Path) -> None:
+def test_preparation_in_a_process_equals_preparation_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "base").mkdir()
     base = describe_base(_write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
     adapter = write_lora(tmp_path / "adapter")
@@ -270,12 +274,15 @@ def test_preparation_in_a_process_equals_preparation_here(tmp_path: Path) -> Non
             await pool(str(tmp_path / "nothing"))
         assert caught.value.code is ErrorCode.ADAPTER_SOURCE_MISSING
         assert pool._pool is not None
-        for process in list(pool._pool._processes.values()):
-            process.kill()
-            process.join()
+        (process,) = pool._pool._processes.values()
+        process.kill()
+        process.join()
+        assert await pool(str(adapter)) == prepared  # begun again in another child
+        monkeypatch.setattr(prepare_pool, "_prepare", die)
         with pytest.raises(InternalFault) as fault:
-            await pool(str(adapter))
+            await pool(str(adapter))  # every child dies of it
         assert fault.value.code is ErrorCode.ADAPTER_LOAD_FAILED
+        monkeypatch.undo()
         assert await pool(str(adapter)) == prepared
 
     try:

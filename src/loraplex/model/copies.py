@@ -23,8 +23,8 @@ from loraplex.core.layout import AdapterImage
 from loraplex.core.packed import I32
 from loraplex.ops.table import AdapterTable
 
-PIECE_BYTES: Final = 2 << 20
-"""Bytes that a step with rows copies at most on a CPU: about 2 ms of one core, copy and checksum."""
+PIECE_BYTES: Final = 1 << 20
+"""Bytes that a step with rows copies at most on a CPU: about a millisecond of one core, copy and checksum."""
 IDLE_PIECE_BYTES: Final = 64 << 20
 """The same for a step without rows."""
 

@@ -1,7 +1,7 @@
 """Adapter preparation in a process of its own, so that reading and hashing never hold up an event loop or a step.
 
 One niced child, spawned on first use; it dies with its parent and leaves the terminal's interrupt to it. A child that
-dies fails the preparation in hand with a typed error and is replaced for the next.
+dies is replaced and the preparation in hand begun again, once; then it fails with a typed error.
 
 Specification: DESIGN 4 "Loading", "Processes".
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
 from loraplex.core.errors import CapacityError, ErrorCode, InternalFault
@@ -26,6 +28,9 @@ from loraplex.runtime.base import BaseModel
 from loraplex.runtime.images import ImageStore
 from loraplex.runtime.prepare import PreparedAdapter, prepare_source
 
+_log: Final = logging.getLogger(__name__)
+ATTEMPTS: Final = 2
+"""Children that a preparation may cost: one that dies of something else is not the adapter's fault."""
 _NICE = 10
 _PR_SET_PDEATHSIG = 1
 
@@ -67,9 +72,26 @@ class PreparePool:
         self._artifacts = (str(artifacts_dir or artifacts_folder()), artifacts_bytes)
         self._pool: ProcessPoolExecutor | None = None
         self._pid: Future[int] | None = None
+        self._closed = False
 
     async def __call__(self, source: str, content: str | None = None) -> PreparedAdapter:
-        """`prepare_source` in the child. Raises what it raises; `adapter_load_failed` when the child died."""
+        """`prepare_source` in the child. Raises what it raises; `adapter_load_failed` when children died of it."""
+        for _ in range(ATTEMPTS):
+            pool = self._child()
+            try:
+                return await self._in_child(pool, source, content)
+            except BrokenProcessPool:
+                if self._pool is pool:
+                    self._pool = None
+                pool.shutdown(wait=False)
+                if self._closed:
+                    break
+                _log.warning("the process that prepared %r died", source)
+        raise InternalFault(
+            ErrorCode.ADAPTER_LOAD_FAILED, f"the process that prepared {source!r} died; try again"
+        )
+
+    def _child(self) -> ProcessPoolExecutor:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 max_workers=1,
@@ -78,7 +100,7 @@ class PreparePool:
                 initargs=(self._base, self._images_dir, *self._artifacts),
             )
             self._pid = self._pool.submit(os.getpid)
-        return await self._in_child(self._pool, source, content)
+        return self._pool
 
     async def reclaim(self, kept: Collection[str]) -> int:
         """Clear the artifact store of everything but these keys; bytes deleted. Off the event loop."""
@@ -95,16 +117,10 @@ class PreparePool:
             raise CapacityError(
                 ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one"
             ) from None  # `close` withdrew what the child had not begun
-        except BrokenProcessPool as error:
-            if self._pool is pool:
-                self._pool = None
-            pool.shutdown(wait=False)
-            raise InternalFault(
-                ErrorCode.ADAPTER_LOAD_FAILED, f"the process that prepared {source!r} died; try again"
-            ) from error
 
     def close(self) -> None:
         """End the child at once, with the preparation that it may have in hand; waits for nothing."""
+        self._closed = True
         if self._pool is None:
             return
         self._pool.shutdown(wait=False, cancel_futures=True)
