@@ -6,8 +6,9 @@ Registration and generation run in the caller's thread; nothing is asynchronous 
 from __future__ import annotations
 
 import secrets
-import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +42,7 @@ from loraplex.runtime.local import LocalMailbox, NullSink
 from loraplex.runtime.prepare import PreparedAdapter, prepare_source
 from loraplex.runtime.sampling import engine_sampling
 from loraplex.runtime.text import Detokenizer, TextCodec, load_tokenizer
+from loraplex.runtime.workdir import private_folder, temporary_root
 
 Prompt = str | Sequence[int]
 
@@ -120,29 +122,34 @@ class LLM:
         pool_gb: float | None = None,
         **options: Any,
     ) -> None:
-        self._images_dir = tempfile.TemporaryDirectory(prefix="loraplex-images-")
+        private = ExitStack()
+        images = private.enter_context(private_folder(temporary_root()))
+        self._images = (
+            images  # also gone when nobody holds the LLM any more, and after a kill at the next start
+        )
+        self._forget_images = weakref.finalize(self, private.close)
         try:
             config = EngineConfig(
                 model=str(model),
-                images_dir=self._images_dir.name,
+                images_dir=str(images),
                 device=device,
                 dtype=dtype,
                 pool_gb=pool_gb,
                 **options,
             )
         except TypeError as error:
-            self._images_dir.cleanup()
+            self._forget_images()
             raise CallerError(ErrorCode.CONFIG_INVALID, f"unknown option: {error}") from error
         except LoraplexError:
-            self._images_dir.cleanup()
+            self._forget_images()
             raise
         self._mailbox = LocalMailbox()
         try:
             self._built = build_engine(config, self._mailbox, MonotonicClock(), NullSink())
         except BaseException:
-            self._images_dir.cleanup()
+            self._forget_images()
             raise
-        self._store = ImageStore(Path(self._images_dir.name))
+        self._store = ImageStore(images)
         self._artifacts = ArtifactStore(artifacts_folder(), DEFAULT_STORE_BYTES)
         self._catalog = AdapterCatalog()
         self._kernels: dict[str, str] = {}
@@ -169,7 +176,7 @@ class LLM:
         """Let go of the model and of temporary files; further calls are errors."""
         self._built.close()
         self._catalog.close()
-        self._images_dir.cleanup()
+        self._forget_images()
 
     @property
     def vocab_size(self) -> int:
