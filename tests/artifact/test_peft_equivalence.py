@@ -148,16 +148,15 @@ def test_general_operator_is_pefts_forward(tmp_path: Path, name: str) -> None:
 
 
 def general(module: AdaptedModule, base: TinyTensors, x: np.ndarray) -> np.ndarray:
-    """y = g * ((x * h) W^T + s (x A^T) B^T) + c, and the base's bias where there is no c."""
+    """y = g * ((x * h) W^T + b + s (x A^T) B^T) + c: c is relative to the base's own bias b."""
     vectors = vectors_of(module, base)
     y = (x * vectors.get(Factor.H, 1.0)) @ base.weight(module.layer, module.module).astype(np.float64).T
     if module.rank:
         a, b = (module.tensors[role].float32().astype(np.float64) for role in (Role.A, Role.B))
         y = y + module.scale * (x @ a.T) @ b.T
-    y = y * vectors.get(Factor.G, 1.0)
     bias = base.bias(module.layer, module.module)
-    constant = vectors.get(Factor.C, 0.0 if bias is None else bias)
-    return y + constant
+    y = y + (0.0 if bias is None else bias.astype(np.float64))
+    return y * vectors.get(Factor.G, 1.0) + vectors.get(Factor.C, 0.0)
 
 
 def test_there_are_enough_configurations() -> None:

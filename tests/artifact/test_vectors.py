@@ -16,7 +16,7 @@ from loraplex.artifact.convert import to_image
 from loraplex.artifact.load import load_adapter
 from loraplex.artifact.record import Artifact
 from loraplex.artifact.tensors import Dtype
-from loraplex.artifact.vectors import vectors_of
+from loraplex.artifact.vectors import ServedTensors, vectors_of
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ids import Module
 from loraplex.core.layout import Factor, Geometry, PageGeometry
@@ -44,7 +44,7 @@ def test_vectors_lie_in_float32_extents(tmp_path: Path, name: str) -> None:
     )
     seen = 0
     for module in artifact.modules:
-        for factor, vector in vectors_of(module, base).items():
+        for factor, vector in vectors_of(module, ServedTensors(base, Dtype.BFLOAT16)).items():
             got = np.zeros_like(vector)
             for row in image.extents.tolist():
                 if tuple(row[:3]) == (module.layer, int(module.module), int(factor)):
@@ -59,7 +59,7 @@ def test_vectors_lie_in_float32_extents(tmp_path: Path, name: str) -> None:
 def test_vectors_that_need_the_base_are_refused_without_it(tmp_path: Path, name: str) -> None:
     artifact = load(tmp_path, name)
     geometry = PageGeometry(Geometry.RANK_ROWS, 4, row_page_bytes=1024)
-    if name == "bitfit":  # a new bias replaces the base's: nothing of the base is needed
+    if name in ("lora_bias", "ia3"):  # s times the bias of B, or a gain: nothing of the base is needed
         assert to_image(artifact, geometry, Dtype.FLOAT32, BASE).key
         return
     with pytest.raises(CallerError) as caught:

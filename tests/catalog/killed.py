@@ -7,16 +7,18 @@ import signal
 from collections.abc import Callable
 
 from sqlalchemy import event
-from tests.catalog.make import draft
+from tests.catalog.make import artifact, draft
 
+from loraplex.catalog.changes import Mode
 from loraplex.catalog.records import Grant, Right
-from loraplex.catalog.store import CatalogStore, Mode
+from loraplex.catalog.store import CatalogStore
 
 OPERATIONS: dict[str, Callable[[CatalogStore], object]] = {
     "add": lambda store: store.publish(draft("new", 7), Mode.ADD),
     "swap": lambda store: store.publish(draft("a", 7), Mode.SWAP),
     "swap to a known artifact": lambda store: store.publish(draft("a", 1), Mode.SWAP),
     "remove": lambda store: store.remove("default", "a"),
+    "revoke": lambda store: store.revoke(artifact(1).semantic),
     "grant": lambda store: store.grant(Grant("default", "a", "acme", (Right.USE,))),
     "withdraw": lambda store: store.withdraw("default", "a", "globex"),
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from loraplex.catalog.changes import Draft
 from loraplex.catalog.records import DEFAULT_NAMESPACE, ArtifactRecord
-from loraplex.catalog.store import Draft
 from loraplex.identity.digests import ALWAYS_ON, semantic_abi
 
 BASE_ABI = hashlib.sha256(b"base").hexdigest()

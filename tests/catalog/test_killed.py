@@ -14,8 +14,9 @@ from tests.catalog.conftest import Opener
 from tests.catalog.make import draft
 
 from loraplex.catalog.audit import audit
+from loraplex.catalog.changes import Mode
 from loraplex.catalog.records import Grant, Right
-from loraplex.catalog.store import CatalogStore, Mode
+from loraplex.catalog.store import CatalogStore
 
 CONTEXT = multiprocessing.get_context("forkserver")
 

@@ -14,8 +14,9 @@ from tests.catalog.make import draft
 
 from loraplex import cli
 from loraplex.catalog.adapters import AdapterCatalog
+from loraplex.catalog.changes import Mode
 from loraplex.catalog.records import ANY, Grant, Right, seal
-from loraplex.catalog.store import CatalogStore, Mode
+from loraplex.catalog.store import CatalogStore
 from loraplex.core.errors import ErrorCode, LoraplexError
 from loraplex.identity.canonical import canonical
 

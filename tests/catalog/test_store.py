@@ -13,9 +13,10 @@ from tests.catalog.conftest import Opener
 from tests.catalog.make import artifact, draft
 
 from loraplex.catalog.adapters import AdapterCatalog
+from loraplex.catalog.changes import DEFAULT_GRANT, Expectation, Mode
 from loraplex.catalog.records import ANY, Grant, Right
 from loraplex.catalog.rows import Kind
-from loraplex.catalog.store import DEFAULT_GRANT, CatalogStore, Expectation, Mode
+from loraplex.catalog.store import CatalogStore
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
 
 
@@ -202,6 +203,25 @@ def test_names_of_tenants() -> None:
     assert view.resolve("acme", "default/shared").key == artifact(1).semantic
     assert view.resolve("globex", "shared").key == artifact(1).semantic
     assert [name for name, _ in view.visible("acme")] == ["default/shared", "own", "shared"]
+
+
+def test_a_revoked_artifact_loses_every_name_for_good(opened: Opener) -> None:
+    here, there = AdapterCatalog(store=opened()), AdapterCatalog(store=opened())
+    for alias, number, namespace in (("a", 1, "default"), ("b", 1, "acme"), ("c", 2, "default")):
+        here.publish(draft(alias, number, namespace=namespace), Mode.ADD)
+    here.publish(draft("c", 1), Mode.SWAP)
+    here.publish(draft("c", 2), Mode.SWAP)
+    there.refresh()
+    gone = here.revoke(artifact(1).semantic)
+    assert sorted((r.namespace, r.name) for r in gone) == [("acme", "b@1"), ("default", "a@1")]
+    assert [r.name for r in here] == ["c@3"]
+    assert there.store.changes(there.generation).revoked == (artifact(1).semantic,)
+    assert len(there.refresh()) == 2
+    refused(ErrorCode.ADAPTER_REVOKED, lambda: there.publish(draft("d", 1), Mode.PUT))
+    refused(ErrorCode.ADAPTER_REVOKED, lambda: there.store.revoke(artifact(1).semantic))
+    refused(ErrorCode.ADAPTER_NOT_FOUND, lambda: there.store.revoke(artifact(9).semantic))
+    assert [p.kind for p in here.store.publications()][-3:] == [Kind.REVOKE, Kind.REMOVE, Kind.REMOVE]
+    assert AdapterCatalog(store=opened()).generation == 8
 
 
 def test_contents_that_revisions_name(opened: Opener) -> None:

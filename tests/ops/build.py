@@ -17,6 +17,7 @@ from loraplex.core.layout import (
     PageGeometry,
     page_checksum,
     place,
+    vector_mask,
 )
 from loraplex.core.plan import BatchPlan
 from loraplex.ops.interface import ModuleDims
@@ -64,7 +65,13 @@ def make_image(adapter: Adapter, dtype: torch.dtype, page_bytes: int) -> Adapter
         pages[e.page, e.offset : e.offset + data.size] = data
     modules = np.array(
         [
-            (s.layer, s.module, s.rank, np.float32(adapter[s.layer, s.module].scale).view(np.int32))
+            (
+                s.layer,
+                s.module,
+                s.rank,
+                np.float32(adapter[s.layer, s.module].scale).view(np.int32),
+                vector_mask(s.vectors),
+            )
             for s in shapes
         ],
         dtype=np.int32,

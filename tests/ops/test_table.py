@@ -12,7 +12,7 @@ from tests.ops.build import Adapter, make_image, make_plan, make_world, random_a
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import Module
-from loraplex.core.layout import AdapterImage, Factor, page_checksum
+from loraplex.core.layout import AdapterImage, Factor, page_checksum, vector_mask
 from loraplex.core.limits import MAX_RANK
 from loraplex.ops.dispatch import make_operator
 from loraplex.ops.image_check import check_image
@@ -213,6 +213,20 @@ MALFORMED: dict[str, Change] = {
     "rank zero": cell("modules", 0, 2, lambda _: 0),
     "scale infinite": cell("modules", 0, 3, lambda _: _bits(np.inf)),
     "scale not a number": cell("modules", 0, 3, lambda _: _bits(np.nan)),
+    "vectors negative": cell("modules", 0, 4, lambda _: -1),
+    "vectors unknown": cell("modules", 0, 4, lambda v: v | 8),
+    **{
+        f"{v.name} declared and not there" if v is Factor.H else f"{v.name} there and not declared": cell(
+            "modules", 0, 4, lambda m, v=v: m ^ vector_mask([v])
+        )
+        for v in (Factor.H, Factor.G, Factor.C)
+    },
+    **{
+        f"whole {v.name} missing": keep(
+            "extents", lambda a, v=v: a[(a[:, 2] != v) | (a[:, 0] != 0) | (a[:, 1] != 0)]
+        )
+        for v in (Factor.G, Factor.C)
+    },
     "extent columns": keep("extents", lambda a: a[:, :8]),
     "extent missing": keep("extents", lambda a: a[1:]),
     "last run of a factor missing": keep(
@@ -221,6 +235,25 @@ MALFORMED: dict[str, Change] = {
     "whole factor missing": keep("extents", lambda a: a[~((a[:, :3] == a[0, :3]).all(axis=1))]),
     "extent twice": keep("extents", lambda a: np.concatenate([a, a[:1]])),
     "no extents": keep("extents", lambda a: a[:0]),
+    **{
+        f"whole {name} of layer 1 missing": keep(
+            "extents", lambda a, f=f: a[(a[:, 2] != f) | (a[:, 0] != 1) | (a[:, 1] != 0)]
+        )
+        for name, f in (("A", Factor.A), ("B", Factor.B))
+    },
+    **{
+        f"whole {v.name} of the head missing": keep(
+            "extents", lambda a, v=v: a[(a[:, 2] != v) | (a[:, 1] != 7)]
+        )
+        for v in (Factor.G, Factor.C)
+    },
+    "a vector called another": lambda made: cell(
+        "extents", int(np.argmax(made.extents[:, 2] == Factor.G)), 2, lambda _: Factor.H
+    )(made),
+    "two ranks exchanged": lambda made: dataclasses.replace(
+        made,
+        modules=np.where(np.arange(5) == 2, np.roll(made.modules, 1, axis=0), made.modules).astype(np.int32),
+    ),
     "factor unknown": cell("extents", 0, 2, lambda _: 5),
     "factor negative": cell("extents", 0, 2, lambda _: -1),
     "factor A called B": cell("extents", 0, 2, lambda _: 1),
@@ -247,6 +280,11 @@ MALFORMED: dict[str, Change] = {
 def test_malformed_images_are_refused(name: str) -> None:
     made = MALFORMED[name](image())
     assert code(lambda: table().install(1, made, pages_of(image()))) is ErrorCode.OPERATOR_LAYOUT
+
+
+def test_there_are_more_cases_than_the_specification_has() -> None:
+    print(f"malformed adapter tables refused: {len(MALFORMED)}")
+    assert len(MALFORMED) > 60
 
 
 def test_the_unchanged_image_is_accepted_in_any_order() -> None:

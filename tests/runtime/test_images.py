@@ -26,7 +26,7 @@ def make_image(seed: int = 0, pages: int = 3, page_bytes: int = 256) -> AdapterI
         key="ab" * 32,
         kernel_digest=f"{seed:02x}" * 32,
         itemsize=2,
-        modules=rng.integers(-(1 << 31), 1 << 31, (2, 4)).astype(np.int32),
+        modules=rng.integers(-(1 << 31), 1 << 31, (2, 5)).astype(np.int32),
         extents=rng.integers(0, 100, (5, 9)).astype(np.int32),
         pages=data,
         checksums=page_checksum(data),
@@ -152,7 +152,7 @@ def test_a_truncated_or_extended_file_is_refused(tmp_path: Path, size: int) -> N
 @pytest.mark.parametrize(
     "change",
     [
-        {"modules": np.zeros((2, 5), np.int32)},
+        {"modules": np.zeros((2, 4), np.int32)},
         {"extents": np.zeros((2, 8), np.int32)},
         {"checksums": np.zeros(2, np.int64)},
     ],

@@ -173,16 +173,10 @@ def test_sources_outside_the_roots_are_forbidden(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
-def test_actions_that_are_not_carried_out_are_refused_by_name(tmp_path: Path) -> None:
+def test_names_that_cannot_be(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
-        await put(front, "a", front.source("one"))
-        for action in ("pin", "unpin", "prefetch", "revoke"):
-            assert error_of(await front.http.post(f"/v1/adapters/a/{action}")) == (
-                400,
-                "unsupported_option",
-                action,
-            )
         assert error_of(await front.http.post("/v1/adapters/b/pin"))[:2] == (404, "adapter_not_found")
+        assert error_of(await front.http.post("/v1/adapters/b/sing"))[:2] == (404, "not_found")
         assert error_of(await put(front, "a b", front.source("one"))) == (400, "invalid_request", "alias")
 
     run(tmp_path, test)

@@ -1,7 +1,8 @@
 """From logical factors to the kernel layout: rank rows in pages, scales apart, checksums over the converted bytes.
 
 A is stored as [rank, d_in] rows, B transposed as [rank, d_out] rows, each factor in the extents that `core.layout`
-places; the scale is never folded into a factor. Vectors of general methods are float32 extents, made by `vectors`.
+places; the scale is never folded into a factor. Vectors of general methods are float32 extents, made by `vectors`; the
+constant c is relative to the base's own bias, which the base GEMM adds (`identity.kernel.CONSTANT`).
 Specification: 0x02F (physical layout), 0x04D (pages from tensors), 0x06A (true rank).
 """
 
@@ -20,7 +21,7 @@ from loraplex.artifact.record import AdaptedModule, Artifact, Role
 from loraplex.artifact.shards import WHOLE, local_layout, module_shapes
 from loraplex.artifact.tensors import Array, Dtype, convert
 from loraplex.artifact.threads import map_threads
-from loraplex.artifact.vectors import vectors_of
+from loraplex.artifact.vectors import ServedTensors, vector_kinds, vectors_of
 from loraplex.core.layout import (
     EXTENT_COLUMNS,
     AdapterImage,
@@ -29,10 +30,11 @@ from loraplex.core.layout import (
     PageGeometry,
     page_checksum,
     place,
+    vector_mask,
 )
-from loraplex.identity.kernel import RANK_ROWS, KernelAbi, LocalLayout, Packing
+from loraplex.identity.kernel import CONSTANT, RANK_ROWS, KernelAbi, LocalLayout, Packing
 
-CONVERSION_REVISION: Final = 1
+CONVERSION_REVISION: Final = 2
 
 
 def to_image(
@@ -45,17 +47,18 @@ def to_image(
 ) -> AdapterImage:
     """The artifact in kernel layout.
 
-    geometry: rank rows; its itemsize must be that of `dtype`. base_abi: H_base. base_tensors: needed by methods with
-    vectors (DoRA, trained biases, IA3 over a bias). shard: (rank, ranks) of tensor parallelism. Raises `adapter_not_finite` where a value does not fit `dtype`.
+    geometry: rank rows; its itemsize must be that of `dtype`. base_abi: H_base. base_tensors: needed by DoRA and
+    trained biases, rounded to `dtype` as a server holds them. shard: (rank, ranks) of tensor parallelism. Raises `adapter_not_finite` where a value does not fit `dtype`.
     """
     extents, pages = place(geometry, module_shapes(artifact, shard))
+    served = None if base_tensors is None else ServedTensors(base_tensors, dtype)
     buffer = np.zeros((pages, geometry.page_bytes), dtype=np.uint8)
     by_module: dict[tuple[int, int], list[Extent]] = {}
     for extent in extents:
         by_module.setdefault((extent.layer, int(extent.module)), []).append(extent)
 
     def fill(module: AdaptedModule) -> None:
-        stored = _stored(module, dtype, base_tensors, local_layout(module, shard))
+        stored = _stored(module, dtype, served, local_layout(module, shard))
         for extent in by_module[module.layer, int(module.module)]:
             _write(buffer, extent, stored[extent.factor])
 
@@ -67,7 +70,11 @@ def to_image(
         kernel_digest=kernel_abi(artifact, geometry, dtype, identity.semantic, table, shard).digest,
         itemsize=dtype.itemsize,
         modules=np.array(
-            [(m.layer, int(m.module), m.rank, m.scale_bits) for m in artifact.modules], dtype=np.int32
+            [
+                (m.layer, int(m.module), m.rank, m.scale_bits, vector_mask(vector_kinds(m)))
+                for m in artifact.modules
+            ],
+            dtype=np.int32,
         ),
         extents=table,
         pages=buffer,
@@ -101,6 +108,7 @@ def kernel_abi(
         ),
         layouts=tuple(local_layout(m, shard) for m in artifact.modules),
         shard=shard,
+        constant=CONSTANT,
     )
 
 

@@ -1,11 +1,14 @@
 """The float32 vectors of the general operator y = g * ((x * h) W^T + s (x A^T) B^T) + c, made from an artifact.
 
-h scales inputs (IA3 of a feed-forward), g scales outputs (DoRA, IA3), c is added last and then replaces the base's
-own bias. Plain LoRA has none of them. Specification: DESIGN 4 "Operators".
+h scales inputs (IA3 of a feed-forward), g scales outputs (DoRA, IA3), c is added last. The base GEMM adds the base's own
+bias b inside the parentheses for every row, so the stored c is the method's constant minus g b: (b' - b) for a trained
+bias b', (1 - g) b for DoRA, s times the bias of B, nothing for IA3, whose constant is g b itself. `identity.kernel.CONSTANT`
+binds this convention. Plain LoRA has no vector. Specification: DESIGN 4 "Operators".
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -13,29 +16,54 @@ import numpy as np
 from loraplex.artifact.base import BaseTensors
 from loraplex.artifact.record import AdaptedModule, Role
 from loraplex.artifact.refuse import not_finite, unsupported
-from loraplex.artifact.tensors import F32Array
+from loraplex.artifact.tensors import Dtype, F32Array, convert, to_float32
+from loraplex.core.ids import Module
 from loraplex.core.layout import Factor
 
 ROW_BLOCK: Final = 1024
 
 
 def vector_kinds(module: AdaptedModule) -> tuple[Factor, ...]:
-    """Which vectors a module carries; c is present wherever the module's bias is touched or scaled."""
+    """Which vectors a module carries; c is there where the method's constant is not g times the base's bias."""
     roles = set(module.tensors)
     kinds = []
     if Role.IA3_IN in roles:
         kinds.append(Factor.H)
     if roles & {Role.MAGNITUDE, Role.IA3_OUT}:
         kinds.append(Factor.G)
-    if roles & {Role.LORA_BIAS, Role.BIAS} or (kinds and module.has_bias):
+    if roles & {Role.LORA_BIAS, Role.BIAS} or (Role.MAGNITUDE in roles and module.has_bias):
         kinds.append(Factor.C)
     return tuple(kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTensors:
+    """`BaseTensors` as a server of element type `dtype` holds them: what norms and constants must be made from.
+
+    A base that is served in bfloat16 adds the rounded bias, and its rows have the norms of the rounded weights.
+    """
+
+    base: BaseTensors
+    dtype: Dtype
+
+    def weight(self, layer: int, module: Module) -> F32Array:
+        """See `BaseTensors.weight`."""
+        return self._rounded(self.base.weight(layer, module), f"weight of {module.name}")
+
+    def bias(self, layer: int, module: Module) -> F32Array | None:
+        """See `BaseTensors.bias`."""
+        bias = self.base.bias(layer, module)
+        return None if bias is None else self._rounded(bias, f"bias of {module.name}")
+
+    def _rounded(self, values: F32Array, name: str) -> F32Array:
+        return to_float32(convert(values, Dtype.FLOAT32, self.dtype, name), self.dtype)
 
 
 def vectors_of(module: AdaptedModule, base: BaseTensors | None) -> dict[Factor, F32Array]:
     """The vectors of one module, float32: H [d_in], G and C [d_out].
 
-    base: the base's weights; without them, `adapter_unsupported` is raised where a vector depends on them.
+    base: the base's weights as they are served; without them, `adapter_unsupported` is raised where a vector depends on
+    them.
     """
     kinds = vector_kinds(module)
     if not kinds:
@@ -94,15 +122,16 @@ def _needed(module: AdaptedModule, base: BaseTensors | None) -> BaseTensors:
 
 
 def _constant(module: AdaptedModule, base: BaseTensors | None, gain: F32Array | None) -> F32Array:
-    """c: the new bias, or the base's; scaled by IA3's g; plus s times the bias of B."""
-    if Role.BIAS in module.tensors:
-        c = module.tensors[Role.BIAS].float32().astype(np.float64)
-    else:
-        bias = _needed(module, base).bias(module.layer, module.module) if module.has_bias else None
-        c = np.zeros(module.d_out) if bias is None else bias.astype(np.float64)
-    if Role.IA3_OUT in module.tensors and gain is not None:
-        c = c * gain
+    """c: (the new bias or the base's) minus g times the base's, plus s times the bias of B; in float64, rounded once."""
+    c = np.zeros(module.d_out)
+    if module.has_bias and (Role.BIAS in module.tensors or Role.MAGNITUDE in module.tensors):
+        own = _needed(module, base).bias(module.layer, module.module)
+        before = np.zeros(module.d_out) if own is None else own.astype(np.float64)
+        after = before
+        if Role.BIAS in module.tensors:
+            after = module.tensors[Role.BIAS].float32().astype(np.float64)
+        c = after - before * (1.0 if gain is None else gain.astype(np.float64))
     if Role.LORA_BIAS in module.tensors:
         c = c + module.scale * module.tensors[Role.LORA_BIAS].float32()
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # what becomes infinite is refused by name
         return c.astype(np.float32)

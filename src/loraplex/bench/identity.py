@@ -28,8 +28,9 @@ from loraplex.artifact.identify import identify
 from loraplex.artifact.load import load_adapter
 from loraplex.artifact.tensors import Dtype
 from loraplex.catalog.adapters import AdapterCatalog
+from loraplex.catalog.changes import Draft, Mode
 from loraplex.catalog.records import ArtifactRecord
-from loraplex.catalog.store import CatalogStore, Draft, Mode
+from loraplex.catalog.store import CatalogStore
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.layout import Geometry, PageGeometry
 from loraplex.identity.digests import ALWAYS_ON, semantic_abi
@@ -236,6 +237,12 @@ def _looking_up(options: IdentityOptions) -> list[Row]:
         raise InternalFault(ErrorCode.INTERNAL, f"{len(catalog)} of {options.names} adapters are there")
     catalog.close()
     return rows
+
+
+def line(row: Row) -> str:
+    """A row for a terminal."""
+    ratio = "" if row.ratio is None else f"  {row.cpu:>9,.0f} per CPU second, {row.ratio:.2f} of sha256sum's"
+    return f"{row.case:50}  {row.value:>12,.1f} {row.unit}{ratio}"
 
 
 def as_json(options: IdentityOptions, rows: list[Row]) -> str:

@@ -12,18 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from loraplex.catalog.records import (
-    DEFAULT_NAMESPACE,
-    ArtifactRecord,
-    Grant,
-    Revision,
-    check_alias,
-)
-from loraplex.catalog.rows import AliasState
-from loraplex.catalog.store import (
+from loraplex.catalog.changes import (
     ANYTHING,
     OPERATOR,
-    CatalogStore,
     Changes,
     Draft,
     Expectation,
@@ -32,6 +23,15 @@ from loraplex.catalog.store import (
     not_registered,
     other_revision,
 )
+from loraplex.catalog.records import (
+    DEFAULT_NAMESPACE,
+    ArtifactRecord,
+    Grant,
+    Revision,
+    check_alias,
+)
+from loraplex.catalog.rows import AliasState
+from loraplex.catalog.store import CatalogStore
 from loraplex.catalog.view import CatalogView
 from loraplex.core.errors import CallerError, ErrorCode
 
@@ -181,6 +181,12 @@ class AdapterCatalog:
     def removed(self, revision: Revision, generation: int) -> list[Revision]:
         """Let look-ups see a removal that the store has recorded; returns what is no longer current."""
         return self._see(generation, AliasState(revision.namespace, revision.alias, revision.revision, None))
+
+    def revoke(self, key: str) -> list[Revision]:
+        """Take every name of a semantic digest away, for good; what the names were."""
+        gone = self.store.revoke(key)
+        self.refresh()
+        return gone
 
     def grant(self, record: Grant) -> None:
         """Record what a tenant may do, and let look-ups see it."""

@@ -33,6 +33,7 @@ class Kind(StrEnum):
     REMOVE = "remove"
     GRANT = "grant"
     WITHDRAW = "withdraw"
+    REVOKE = "revoke"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Tables of the catalog, the same in SQLite and PostgreSQL, with the triggers that keep what is immutable so.
 
 `catalog_meta` has one row: the schema's version and the catalog's generation, which each publication advances by one.
-`publications` is the log: one row a generation. Artifacts, revisions and publications are only ever added.
+`publications` is the log: one row a generation. Artifacts, revisions, publications and revocations are only ever added.
 
 Specification: 0x07F; DESIGN 4 "Identity".
 """
@@ -84,6 +84,14 @@ publications = Table(
     Column("actor", Text, nullable=False),
     Column("at_ms", BigInteger, nullable=False),
 )
+revoked = Table(
+    "revoked",
+    metadata,
+    Column("semantic", Text, ForeignKey("artifacts.semantic"), primary_key=True),
+    Column("generation", BigInteger, nullable=False, unique=True),
+    Column("actor", Text, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),
+)
 grants = Table(
     "grants",
     metadata,
@@ -107,7 +115,7 @@ requests = Table(
     Index("requests_by_id", "request_id"),
 )
 
-IMMUTABLE: Final = ("artifacts", "revisions", "publications")
+IMMUTABLE: Final = ("artifacts", "revisions", "publications", "revoked")
 
 
 def create(connection: Connection) -> None:

@@ -12,15 +12,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Final
 
 from sqlalchemy import Connection, and_, delete, func, insert, select, update
 
+from loraplex.catalog.changes import (
+    ANYTHING,
+    DEFAULT_GRANT,
+    OPERATOR,
+    Changes,
+    Draft,
+    Expectation,
+    Mode,
+    Publication,
+    already_registered,
+    not_registered,
+    other_revision,
+)
 from loraplex.catalog.database import IN_MEMORY, Database
 from loraplex.catalog.records import (
     ANY,
-    DEFAULT_NAMESPACE,
     ArtifactRecord,
     Grant,
     Revision,
@@ -42,69 +53,10 @@ from loraplex.catalog.rows import (
     revision_rows,
     state_of,
 )
-from loraplex.catalog.schema import aliases, artifacts, grants, meta, publications, revisions
+from loraplex.catalog.schema import aliases, artifacts, grants, meta, publications, revisions, revoked
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 
-OPERATOR: Final = "operator"
 _NS_PER_MS: Final = 1_000_000
-
-
-DEFAULT_GRANT: Final = Grant(DEFAULT_NAMESPACE, ANY, ANY, (Right.LIST, Right.USE))
-"""What holds in a new catalog: what the operator publishes in `default`, every tenant may list and use."""
-
-
-class Mode(StrEnum):
-    """What a publication may find: nothing under the alias, a current revision, or either."""
-
-    ADD = "add"
-    SWAP = "swap"
-    PUT = "put"
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """What is to be published, before the catalog has numbered it. Fields as in `Revision`."""
-
-    namespace: str
-    alias: str
-    source: str
-    artifact: ArtifactRecord
-    content: str | None = None
-    actor: str = OPERATOR
-
-
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """What a change expects to replace. None: whatever is there."""
-
-    revision: int | None = None
-    generation: int | None = None
-
-
-ANYTHING: Final = Expectation()
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """Aliases that changed up to `generation`; grants: all of them when any changed, else None; and damaged ones."""
-
-    generation: int
-    aliases: tuple[AliasState, ...] = ()
-    grants: tuple[Grant, ...] | None = None
-    damaged_grants: tuple[LoraplexError, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """One line of the catalog's log."""
-
-    generation: int
-    kind: str
-    namespace: str
-    alias: str
-    revision: int | None
-    actor: str
-    at_ms: int
 
 
 @dataclass
@@ -145,6 +97,7 @@ class CatalogStore:
             generation = _advance(connection, expected.generation)
             state = state_of(connection, draft.namespace, draft.alias)
             old = _expect(state, draft.alias, mode, expected.revision)
+            _check_not_revoked(connection, draft.artifact.semantic)
             new = Revision(
                 draft.namespace, draft.alias, (state.last if state else 0) + 1, generation, draft.source,
                 draft.content, draft.actor, self.now_ms(), draft.artifact,
@@ -172,6 +125,44 @@ class CatalogStore:
             _point(connection, namespace, alias, generation, None, first=False)
             self._log(connection, generation, Kind.REMOVE, namespace, alias, old.revision, actor)
         return old, generation
+
+    def revoke(self, semantic: str, actor: str = OPERATOR) -> list[Revision]:
+        """Leave a tombstone under every alias of an artifact, and let nothing publish it again; what the aliases were.
+
+        One generation for each alias and one for the revocation, all of them or none. Raises `adapter_revoked` when it
+        was revoked before, `adapter_not_found` when it was never published.
+        """
+        with self.database.writing() as connection:
+            generation = _advance(connection, None)
+            _check_not_revoked(connection, semantic)
+            if (
+                connection.execute(
+                    select(artifacts.c.semantic).where(artifacts.c.semantic == semantic)
+                ).first()
+                is None
+            ):
+                raise not_registered(semantic[:16])
+            rows = connection.execute(current_rows().where(revisions.c.semantic == semantic)).mappings().all()
+            connection.execute(
+                insert(revoked).values(
+                    semantic=semantic, generation=generation, actor=actor, at_ms=self.now_ms()
+                )
+            )
+            self._log(connection, generation, Kind.REVOKE, "", semantic, None, actor)
+            gone = [read_revision(row, row["current"]) for row in rows]
+            for revision in gone:
+                generation = _advance(connection, None)
+                _point(connection, revision.namespace, revision.alias, generation, None, first=False)
+                self._log(
+                    connection,
+                    generation,
+                    Kind.REMOVE,
+                    revision.namespace,
+                    revision.alias,
+                    revision.revision,
+                    actor,
+                )
+        return gone
 
     def grant(self, record: Grant, actor: str = OPERATOR) -> int:
         """Record what a tenant may do, instead of an earlier record for the same three names; the new generation."""
@@ -213,7 +204,10 @@ class CatalogStore:
             rows = connection.execute(current_rows().where(aliases.c.generation > after)).mappings()
             states = tuple(alias_state(row) for row in rows)
             granted, wrong = all_grants(connection, after)
-            return Changes(generation, states, granted, tuple(wrong))
+            ended = connection.execute(
+                select(revoked.c.semantic).where(revoked.c.generation > after)
+            ).scalars()
+            return Changes(generation, states, granted, tuple(wrong), tuple(ended))
 
     def revision(self, namespace: str, alias: str, number: int) -> Revision | None:
         """Any revision that was ever published under an alias; raises `catalog_record_invalid` when damaged."""
@@ -276,29 +270,6 @@ class CatalogStore:
         )  # fmt: skip
 
 
-def not_registered(alias: str) -> CallerError:
-    """`adapter_not_found`."""
-    return CallerError(ErrorCode.ADAPTER_NOT_FOUND, f"adapter {alias!r} is not registered", param="alias")
-
-
-def already_registered(revision: Revision) -> CallerError:
-    """`adapter_exists`."""
-    return CallerError(
-        ErrorCode.ADAPTER_EXISTS,
-        f"adapter {revision.alias!r} is already registered as revision {revision.revision}; swap it instead",
-        param="alias",
-    )
-
-
-def other_revision(revision: Revision, expected: int) -> CallerError:
-    """`adapter_revision_conflict`."""
-    return CallerError(
-        ErrorCode.ADAPTER_REVISION_CONFLICT,
-        f"adapter {revision.alias!r} is at revision {revision.revision}, the swap expected {expected}",
-        param="expected_revision",
-    )
-
-
 def _advance(connection: Connection, expected: int | None) -> int:
     """Take the catalog's write lock and its next generation; `catalog_conflict` when another one was expected."""
     now = int(connection.execute(select(meta.c.generation).with_for_update()).scalar_one())
@@ -328,6 +299,16 @@ def _expect(state: AliasState | None, alias: str, mode: Mode, revision: int | No
     if revision is not None and current.revision != revision:
         raise other_revision(current, revision)
     return current
+
+
+def _check_not_revoked(connection: Connection, semantic: str) -> None:
+    found = connection.execute(select(revoked.c.semantic).where(revoked.c.semantic == semantic)).first()
+    if found is not None:
+        raise CallerError(
+            ErrorCode.ADAPTER_REVOKED,
+            f"adapter {semantic[:12]} was revoked; publish a corrected revision",
+            param="source",
+        )
 
 
 def _check_grant(record: Grant) -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from loraplex.catalog.changes import Changes
 from loraplex.catalog.records import ANY, DEFAULT_NAMESPACE, Grant, Revision, Right
 from loraplex.catalog.rows import AliasState
-from loraplex.catalog.store import Changes
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 
 Place = tuple[str, str]

@@ -142,8 +142,13 @@ class Extent:
 
 EXTENT_COLUMNS: Final = 9
 CHECKSUM_BLOCK: Final = 1 << 14
-MODULE_COLUMNS: Final = 4
+MODULE_COLUMNS: Final = 5
 VECTOR_ITEMSIZE: Final = 4
+
+
+def vector_mask(vectors: Sequence[Factor]) -> int:
+    """Which vectors a module carries, one bit each: 1 for H, 2 for G, 4 for C."""
+    return sum(1 << (factor - Factor.H) for factor in set(vectors))
 
 
 def _ceil_div(value: int, by: int) -> int:
@@ -253,8 +258,8 @@ class AdapterImage:
     """An adapter's factors in kernel layout, ready to be copied page by page.
 
     key: semantic digest. kernel_digest: digest of the local kernel ABI, 64 hexadecimal characters; names the image.
-    itemsize: bytes of a factor element. modules: int32 [modules, 4] of (layer, module, rank, float32 scale bits).
-    extents: int32 [extents, 9] in the field order of `Extent`. pages: uint8 [pages, page_bytes]. checksums: int64
+    itemsize: bytes of a factor element. modules: int32 [modules, 5] of (layer, module, rank, float32 scale bits,
+    `vector_mask`): what the module must have, so that a vector that is missing as a whole is seen. extents: int32 [extents, 9] in the field order of `Extent`. pages: uint8 [pages, page_bytes]. checksums: int64
     [pages] by `page_checksum`.
     """
 

@@ -5,6 +5,8 @@ Specification: 0x09K (publication events), DESIGN 4 "Frontiers and depth".
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from loraplex.core.errors import ErrorCode, InternalFault, error_for
@@ -14,7 +16,7 @@ from loraplex.core.packed import I32, bits_float
 from loraplex.core.plan import StepResult
 from loraplex.core.request import FinishReason
 from loraplex.engine import admission, constraints, growth, loads
-from loraplex.engine.records import RequestRecord
+from loraplex.engine.records import Phase, RequestRecord
 from loraplex.engine.state import EngineState, Flight
 from loraplex.schedule.running import Slots
 
@@ -97,27 +99,23 @@ def _commit_tokens(
     scored: dict[int, list[TokenLogprobs]],
 ) -> None:
     """Append tokens to live requests, send them, and end the requests that they finish."""
-    plan, table = flight.plan, state.table
+    plan, table, by_slot = flight.plan, state.table, state.by_slot
     slots = plan.requests[plan.samples[:, 1], 0].astype(np.int64)
-    alive = np.array(
-        [slot not in faulty and _live(state, slot) is not None for slot in slots.tolist()], dtype=np.bool_
-    )
+    live = []
+    for index, slot in enumerate(slots.tolist()):
+        record = by_slot.get(slot)
+        if record is not None and record.phase is not Phase.ENDED and slot not in faulty:
+            live.append((index, slot, record))
+    alive = np.array([index for index, _, _ in live], dtype=np.int64)
+    tokens, wanted = result.tokens.tolist(), plan.samples[:, 3].tolist()
     table.commit_tokens(slots[alive], result.tokens[alive])
-    for index in np.flatnonzero(alive).tolist():
-        slot, token = int(slots[index]), int(result.tokens[index])
-        record = state.by_slot[slot]
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if plan.samples[index, 3] >= 0:
+    send = state.outbox.append
+    for index, slot, record in live:
+        token, logprobs = tokens[index], _NONE
+        if wanted[index] >= 0:
             logprobs = (_logprobs(result.logprob_indptr, result.logprob_ids, result.logprob_values, index),)
-        state.outbox.append(
-            Tokens(
-                record.request_id,
-                (token,),
-                logprobs,
-                tuple(scored.pop(slot, ())),
-                _binding(state, record, plan.generation),
-            )
-        )
+        prompt = tuple(scored.pop(slot, ())) if scored else _NONE
+        send(Tokens(record.request_id, (token,), logprobs, prompt, _binding(state, record, plan.generation)))
         _count_output(state, record, token)
     for slot, entries in scored.items():
         owner = _live(state, slot)
@@ -135,6 +133,9 @@ def _binding(state: EngineState, record: RequestRecord, plan: int) -> TokenBindi
         slot, int(table.incarnation[slot]), int(table.adapter_slot[slot]), int(table.adapter_generation[slot]),
         plan, int(table.committed_generation[slot]), record.outputs, record.admissions,
     )  # fmt: skip
+
+
+_NONE: Final[tuple[TokenLogprobs, ...]] = ()
 
 
 def _live(state: EngineState, slot: int) -> RequestRecord | None:
@@ -160,9 +161,9 @@ def _count_output(state: EngineState, record: RequestRecord, token: int) -> None
 
 def settle_slots(state: EngineState, slots: Slots) -> None:
     """Free ended requests and carry out preemptions that waited for this commit."""
-    for slot in slots.tolist():
+    for slot in slots[state.table.inflight[slots] == 0].tolist():
         record = state.by_slot.get(slot)
-        if record is None or state.table.inflight[slot]:
+        if record is None:
             continue
         if record.request_id not in state.records:
             state.settle(record)

@@ -10,7 +10,7 @@ import numpy as np
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import PlanDiscarded
-from loraplex.core.packed import run_boundaries
+from loraplex.core.packed import I32, run_boundaries
 from loraplex.core.plan import BatchPlan
 from loraplex.core.plan_check import check_plan
 from loraplex.core.ports import Backend
@@ -30,7 +30,7 @@ def make_flight(state: EngineState, selection: Selection) -> Flight | None:
     selection, masks = constraints.masks_for(state, selection)
     if not selection.slots.size and not state.deltas and not state.copying:
         return None
-    deltas = state.deltas.take(state.table)
+    deltas = state.deltas.take(state.table, state.loads, state.directory)
     plan = plan_selection(
         state.table,
         selection,
@@ -90,18 +90,34 @@ def validate_launch(state: EngineState, plan: BatchPlan) -> None:
     ends = requests[:, 4] + requests[:, 5]
     if (table.pages[slots] * state.limits.kv.page_tokens < ends).any():
         raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a row has no page for its position")
-    for slot, _, adapter, generation in requests[:, :4].tolist():
-        lease = state.by_slot[slot].lease
-        leased = (lease.slot, lease.generation) if lease is not None else (0, 0)
-        if leased != (adapter, generation) or (lease is not None and not lease.valid):
-            raise InternalFault(
-                ErrorCode.STALE_SLOT_GENERATION,
-                f"request slot {slot} leased adapter slot {leased}, the plan names {(adapter, generation)}",
-            )
+    _check_leases(state, requests)
     owned = table.page_table[plan.page_deltas[:, 0], plan.page_deltas[:, 1]]
     if not np.array_equal(owned, plan.page_deltas[:, 2]):
         raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a page delta disagrees with its request's page table")
-    for slot in np.unique(plan.page_deltas[:, 0]).tolist():
-        pages = table.owned_pages(slot)
-        if not state.pool.owners(pages, PageState.KV, slot, int(table.incarnation[slot])):
-            raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, f"request slot {slot} does not own its pages")
+    grown = np.unique(plan.page_deltas[:, 0])
+    if grown.size:
+        counts = table.pages[grown]
+        entries = np.arange(int(counts.max()))[None, :] < counts[:, None]
+        pages = table.page_table[grown, : entries.shape[1]][entries]
+        owners, incarnations = np.repeat(grown, counts), np.repeat(table.incarnation[grown], counts)
+        if not state.pool.owned_by(pages, PageState.KV, owners, incarnations):
+            raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a request does not own the pages of its table")
+
+
+def _check_leases(state: EngineState, requests: I32) -> None:
+    """Every request names what it leased, and every adapter slot still holds what was leased of it."""
+    by_slot = state.by_slot
+    for slot, adapter, generation in requests[:, [0, 2, 3]].tolist():
+        lease = by_slot[slot].lease
+        if lease is None:
+            if not adapter and not generation:
+                continue
+            leased = (0, 0)
+        elif lease.slot == adapter and lease.generation == generation and lease.valid:
+            continue
+        else:
+            leased = (lease.slot, lease.generation)
+        raise InternalFault(
+            ErrorCode.STALE_SLOT_GENERATION,
+            f"request slot {slot} leased adapter slot {leased}, the plan names {(adapter, generation)}",
+        )

@@ -18,6 +18,11 @@ from loraplex.identity.scale import ScaleRule, scale_bits
 RANK_ROWS: Final = "rank-rows"
 """Storage layout: A as [rank, input] rows, B transposed as [rank, output] rows, in pages."""
 
+CONSTANT: Final = "relative-to-base-bias"
+"""What the stored c means in y = g * (x W^T + b + s (x A^T) B^T) + c: b is the base's own bias, added by the base GEMM for
+every row, and c is the method's constant minus g * b. So a bias that the method leaves alone, or scales by g as IA3 does,
+needs no c at all and is exact; only DoRA over a bias, a bias of B and a trained bias store one."""
+
 A_AXES: Final = ("rank", "input")
 B_AXES: Final = ("rank", "output")
 
@@ -51,7 +56,10 @@ class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KernelAbi(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One conversion on one shard. kernel_family names the storage layout, never a launch. shard: (rank, ranks)."""
+    """One conversion on one shard. kernel_family names the storage layout, never a launch. shard: (rank, ranks).
+
+    constant: what vector c is relative to, see `CONSTANT`.
+    """
 
     semantic: str
     kernel_family: str
@@ -60,6 +68,7 @@ class KernelAbi(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     packing: Packing
     layouts: tuple[LocalLayout, ...]
     shard: tuple[int, int]
+    constant: str = CONSTANT
 
     @property
     def digest(self) -> str:
@@ -79,6 +88,7 @@ class KernelAbi(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "packing": msgspec.to_builtins(self.packing),
                 "local_module_layouts": [msgspec.to_builtins(layout) for layout in self.layouts],
                 "parallel_shard": self.shard,
+                "constant": self.constant,
             }
         )
 

@@ -11,6 +11,7 @@ Specification: 0x05A (one pool, two ownership rules), 0x04F (fences); DESIGN 4 "
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -79,6 +80,10 @@ class PagePool:
     def free(self) -> int:
         """Free pages."""
         return len(self._free)
+
+    def free_pages(self) -> Iterator[int]:
+        """The free pages, longest free first."""
+        return iter(self._free)
 
     @property
     def usable(self) -> int:
@@ -173,7 +178,12 @@ class PagePool:
     def _expect(self, pages: I32, state: PageState, owner: int, generation: int | None) -> None:
         if pages.size == 0:
             return
-        if int(pages.min()) < 1 or int(pages.max()) >= self.num_pages or np.unique(pages).size != pages.size:
+        if pages.size == 1:  # a decode step's growth: one page for each of many requests
+            distinct = 1 <= int(pages[0]) < self.num_pages
+        else:
+            distinct = np.unique(pages).size == pages.size
+            distinct = distinct and int(pages.min()) >= 1 and int(pages.max()) < self.num_pages
+        if not distinct:
             raise InternalFault(
                 ErrorCode.PAGE_STATE, f"pages {pages.tolist()} are not distinct pages of the pool"
             )
@@ -185,6 +195,14 @@ class PagePool:
             raise InternalFault(
                 ErrorCode.PAGE_OWNER, f"a page of {pages.tolist()} is not of generation {generation}"
             )
+
+    def owned_by(self, pages: I32, kind: PageState, owners: I32, generations: I32) -> bool:
+        """Whether each page belongs to its own owner and generation, all arrays of one length."""
+        return bool(
+            (self._state[pages] == kind).all()
+            and (self._owner[pages] == owners).all()
+            and (self._generation[pages] == generations).all()
+        )
 
     def owners(self, pages: I32, kind: PageState, owner: int, generation: int) -> bool:
         """Whether all `pages` belong to `owner`@`generation`."""

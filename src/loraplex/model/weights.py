@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ids import Module
-from loraplex.model.linear import Linear
+from loraplex.model.linear import Arena, Linear
 from loraplex.model.rope import inverse_frequencies
 from loraplex.model.spec import DecoderSpec, RopeSpec, module_name
 
@@ -88,10 +88,10 @@ class DecoderWeights:
 
     def pack(self) -> DecoderWeights:
         """These weights, each projection in its device's layout; one matrix at a time, so that the peak stays low."""
-        for layer in self.layers:
-            for projection in layer.projections:
-                projection.pack()
-        self.lm_head.pack()
+        every = [projection for layer in self.layers for projection in layer.projections] + [self.lm_head]
+        arena = Arena(sum(Arena.room(projection.packed_bytes()) for projection in every))
+        for projection in every:
+            projection.pack(arena)
         return self
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from loraplex.core.errors import ErrorCode, InternalFault
@@ -36,7 +37,7 @@ class _Words:
     """A record of the kernel's ABI, and the arrays that its pointers lead to."""
 
     address: int
-    keep: tuple[object, ...]
+    keep: tuple[npt.NDArray[np.int64], *tuple[object, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,16 @@ class _Call:
     words: _Words
 
 
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What `step_cpu.cpp` reads of a step's adapters: addresses of `Step`, of one `Call` for each group, and of Z."""
+
+    step: int
+    calls: int
+    z: int
+    keep: tuple[object, ...]
+
+
 def _words(*values: int, keep: tuple[object, ...]) -> _Words:
     record = np.array(values, dtype=np.int64)
     return _Words(record.ctypes.data, (record, *keep))
@@ -65,7 +76,7 @@ def _words(*values: int, keep: tuple[object, ...]) -> _Words:
 def _call(modules: tuple[Module, ...], d_in: int, d_outs: tuple[int, ...]) -> _Call:
     ids = np.array(modules, dtype=np.int32)
     bounds = np.concatenate([[0], np.cumsum(d_outs)]).astype(np.int64)
-    words = _words(ids.size, ids.ctypes.data, bounds.ctypes.data, keep=(ids, bounds))
+    words = _words(ids.size, d_in, ids.ctypes.data, bounds.ctypes.data, keep=(ids, bounds))
     return _Call(d_in, int(bounds[-1]), words)
 
 
@@ -124,6 +135,21 @@ class CpuKernelOps(TorchOps):
                 x.data_ptr(),
                 x_strides[0],
             )
+
+    def records(self, groups: tuple[tuple[Module, ...], ...]) -> Records:
+        """Records over all packed rows, for calls that cover whole layers. groups: modules of each call, in order."""
+        step = self._steps.get(RowSet.ALL) or self._make_step(RowSet.ALL)
+        dims = self._table.modules.dims
+        words = [_call(g, dims[g[0]][0], tuple(dims[m][1] for m in g)).words for g in groups]
+        calls = np.concatenate([w.keep[0] for w in words])
+        ranks = sum(
+            int(size) * int(self._adapters[slot].ranks.max(initial=0))
+            for slot, size in zip(
+                self._plan.group_adapters.tolist(), np.diff(self._plan.group_offsets), strict=True
+            )
+        )
+        z = np.empty(max(1, ranks * max(len(g) for g in groups)), dtype=np.float32)
+        return Records(step.words.address, calls.ctypes.data, z.ctypes.data, (step, calls, z, words))
 
     def _make_step(self, rows: RowSet) -> _Step:
         groups = self.groups(rows)

@@ -115,9 +115,9 @@ class ExactOps:
             for zi, m in zip(self.shrink(x, layer, module, rows), owners, strict=True)
         ]
 
-    def scale_input(self, x: Matrix, layer: int, module: Module) -> Matrix:
+    def scale_input(self, x: Matrix, layer: int, module: Module, rows: RowSet = RowSet.ALL) -> Matrix:
         """x * h for each row; x itself when no row has an h."""
-        owners = self.row_module(RowSet.ALL, layer, module)
+        owners = self.row_module(rows, layer, module)
         if all(m is None or m.h is None for m in owners):
             return x
         return [

@@ -20,6 +20,7 @@ from loraplex.core.layout import (
     VECTOR_ITEMSIZE,
     AdapterImage,
     Factor,
+    vector_mask,
 )
 from loraplex.core.limits import MAX_RANK
 from loraplex.ops.interface import ModuleDims
@@ -29,6 +30,8 @@ I64 = npt.NDArray[np.int64]
 
 MODULES = len(Module)
 FACTORS = len(Factor)
+VECTORS = (Factor.H, Factor.G, Factor.C)
+ALL_VECTORS = vector_mask(VECTORS)
 LAYER, MODULE, FACTOR, RANK_LO, RANK_N, COL_LO, COL_N, PAGE, OFFSET = range(EXTENT_COLUMNS)
 
 
@@ -36,7 +39,7 @@ LAYER, MODULE, FACTOR, RANK_LO, RANK_N, COL_LO, COL_N, PAGE, OFFSET = range(EXTE
 class CheckedImage:
     """The tables of an image that passed: sorted, widened, and cross-indexed.
 
-    modules: int32 [n, 4] sorted by (layer, module). index: int32 [layers, modules] -> row of `modules`, or -1.
+    modules: int32 [n, 5] sorted by (layer, module). index: int32 [layers, modules] -> row of `modules`, or -1.
     extents: int64 [e, 9] sorted by (layer, module, factor, col_lo, rank_lo). spans: int64 [n, factors, 2]: first
     extent and number of extents of each factor.
     """
@@ -95,6 +98,8 @@ def _check_modules(raw: I32, dims: ModuleDims, d_in: I64) -> I32:
             ErrorCode.OPERATOR_RANK_UNSUPPORTED,
             f"ranks run from 0 (vectors only) to {MAX_RANK}, got {int(rank.min())} to {int(rank.max())}",
         )
+    if raw[:, 4].min() < 0 or raw[:, 4].max() > ALL_VECTORS:
+        raise _refuse(f"a module's vectors are a mask from 0 to {ALL_VECTORS}, got {raw[:, 4].tolist()}")
     scale = np.ascontiguousarray(raw[:, 3]).view(np.float32)
     if not np.isfinite(scale).all():
         raise _refuse("a scale is not finite")
@@ -167,9 +172,20 @@ def _check_tiling(modules: I32, extents: I64, owner: I64, rows: I64, cols: I64) 
     has_factors = (spans[:, Factor.A, 1] > 0) & (spans[:, Factor.B, 1] > 0)
     if (has_factors != (modules[:, 2] > 0)).any() or (spans[:, Factor.A, 1] > 0).sum() != has_factors.sum():
         raise _refuse("a module of rank 1 or more lacks a factor, or one of rank 0 has one")
+    found = (spans[:, Factor.H :, 1] > 0) @ np.array([vector_mask([v]) for v in VECTORS])
+    if (found != modules[:, 4]).any():
+        row = int(np.flatnonzero(found != modules[:, 4])[0])
+        raise _refuse(
+            f"layer {int(modules[row, 0])} {Module(modules[row, 1]).name} declares the vectors {_names(modules[row, 4])} "
+            f"and has {_names(found[row])}"
+        )
     if not spans[:, :, 1].any(axis=1).all():
         raise _refuse("a module has neither factors nor vectors")
     return spans
+
+
+def _names(mask: int) -> list[str]:
+    return [v.name for v in VECTORS if int(mask) & vector_mask([v])]
 
 
 def _check_bytes(extents: I64, itemsize: int, page_bytes: int, page_count: int) -> None:

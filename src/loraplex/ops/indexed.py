@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from loraplex.core.ids import Module
@@ -23,7 +24,7 @@ class IndexedOps(TorchOps):
     def _module(
         self, y: torch.Tensor, x: torch.Tensor, layer: int, module: Module, groups: RowGroups
     ) -> None:
-        index = torch.from_numpy(groups.group_rows).to(y.device)
+        index = torch.from_numpy(groups.group_rows.astype(np.int64)).to(y.device)
         x_grouped, y_grouped = x.index_select(0, index), y.index_select(0, index)
         bounds = pairwise(groups.group_offsets.tolist())
         for slot, (lo, hi) in zip(groups.group_adapters.tolist(), bounds, strict=True):
@@ -33,4 +34,4 @@ class IndexedOps(TorchOps):
             x_own, y_own = x_grouped[lo:hi], y_grouped[lo:hi]
             delta = expand(shrink(x_own, resident), resident, y.shape[1]) if resident.rank else None
             y_grouped[lo:hi] = finish(y_own, delta, resident)
-        y.index_copy_(0, index.long(), y_grouped)
+        y.index_copy_(0, index, y_grouped)

@@ -2,10 +2,11 @@
 
 Per row, with the adapter bound to it by the plan,
 
-    y = g * ((x * h) W^T + s (x A^T) B^T) + c
+    y = g * ((x * h) W^T + b + s (x A^T) B^T) + c
 
-The model computes `(x * h) W^T` with its dense projection; an operator supplies the rest in place. Rows of the base
-(adapter slot 0) are never written. Factors are read where they lie, in the page pool.
+The model computes `(x * h) W^T + b` with its dense projection, b being the base's own bias where it has one; an operator
+supplies the rest in place, and c is relative to that (`identity.kernel.CONSTANT`). Rows of the base (adapter slot 0) are
+never written. Factors are read where they lie, in the page pool.
 
 Numbers: sums run in float32, `Z = x A^T` is rounded once to the model's dtype, the scale stays float32, and y is read,
 updated in float32 and rounded once.
@@ -53,12 +54,20 @@ class AdapterOps(Protocol):
         """Whether any adapter of the plan has an `h` vector. When false, `scale_input` need not be called."""
         ...
 
-    def scale_input(self, x: torch.Tensor, layer: int, module: Module) -> torch.Tensor:
+    def scale_input(
+        self, x: torch.Tensor, layer: int, module: Module, rows: RowSet = RowSet.ALL
+    ) -> torch.Tensor:
         """`x * h` for the dense projection of one module.
 
-        x: [rows, d_in] of the model's dtype, over all packed rows. Returns x itself when no row has an `h` here, so
+        x: [rows, d_in] of the model's dtype. Returns x itself when no row has an `h` here, so
         that a fused projection is split only where `scale_input(x, ...) is not x`; else a new tensor, rounded once.
         """
+        ...
+
+    def ahead(
+        self, x: torch.Tensor, layer: int, modules: tuple[Module, ...], rows: RowSet = RowSet.ALL
+    ) -> None:
+        """Called with `apply`'s arguments before the dense projection, so that work may run beside it; x is final."""
         ...
 
     def apply(
@@ -91,9 +100,16 @@ class NoAdapters:
     active = False
     scales_input = False
 
-    def scale_input(self, x: torch.Tensor, layer: int, module: Module) -> torch.Tensor:
+    def scale_input(
+        self, x: torch.Tensor, layer: int, module: Module, rows: RowSet = RowSet.ALL
+    ) -> torch.Tensor:
         """x itself."""
         return x
+
+    def ahead(
+        self, x: torch.Tensor, layer: int, modules: tuple[Module, ...], rows: RowSet = RowSet.ALL
+    ) -> None:
+        """Nothing to start."""
 
     def apply(
         self,

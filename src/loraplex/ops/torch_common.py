@@ -118,9 +118,11 @@ class TorchOps:
         """Views of one module of a slot of this plan."""
         return self._adapters[slot].module(layer, module)
 
-    def scale_input(self, x: torch.Tensor, layer: int, module: Module) -> torch.Tensor:
+    def scale_input(
+        self, x: torch.Tensor, layer: int, module: Module, rows: RowSet = RowSet.ALL
+    ) -> torch.Tensor:
         """See `AdapterOps.scale_input`."""
-        groups = self.groups(RowSet.ALL)
+        groups = self.groups(rows)
         out = x
         for index, slot in enumerate(groups.group_adapters.tolist()):
             resident = self.resident(slot, layer, module)
@@ -129,9 +131,14 @@ class TorchOps:
                 continue
             if out is x:
                 out = x.clone()
-            rows = self._rows(groups, index)
-            out[rows] = (x[rows].float() * h).to(x.dtype)
+            own = self._rows(groups, index)
+            out[own] = (x[own].float() * h).to(x.dtype)
         return out
+
+    def ahead(
+        self, x: torch.Tensor, layer: int, modules: tuple[Module, ...], rows: RowSet = RowSet.ALL
+    ) -> None:
+        """Nothing runs beside the dense projection here."""
 
     def apply(
         self,

@@ -17,31 +17,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from typing import Any, Final, Protocol, TypeVar
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from typing import Any, Final, TypeVar
 
 from loraplex.catalog.adapters import AdapterCatalog, draft_of
+from loraplex.catalog.changes import OPERATOR, Draft, Expectation, Mode
 from loraplex.catalog.records import DEFAULT_NAMESPACE, Revision, Right
-from loraplex.catalog.store import OPERATOR, Expectation, Mode
-from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
+from loraplex.core.errors import CallerError, LoraplexError
 from loraplex.core.messages import Inspect
-from loraplex.runtime.held import EngineCalls, HeldAdapters
+from loraplex.runtime.controls import EngineCalls, ResidencyControls
+from loraplex.runtime.held import HeldAdapters
 from loraplex.runtime.prepare import PreparedAdapter
+from loraplex.runtime.reading import Prepare, Reading
 
 _log: Final = logging.getLogger(__name__)
 FOLLOW_EVERY_S: Final = 0.5
 """How often a shared catalog is asked whether others published: how long a removal elsewhere may go unseen."""
 T = TypeVar("T")
-
-
-class Prepare(Protocol):
-    """Reads, verifies and converts an adapter. content: its key in the artifact store, where it is known."""
-
-    async def __call__(self, source: str, content: str | None = None) -> PreparedAdapter:
-        """The prepared adapter, its image in the store; raises `adapter_*`."""
-        ...
 
 
 def _keep(kernel_digest: str) -> None:
@@ -62,11 +56,11 @@ class AdapterService:
         self._engine = engine
         self._catalog = catalog
         self._prepare = prepare
-        self._held = HeldAdapters(engine, catalog.shares, reclaim)
-        self._getting_ready: dict[str, asyncio.Task[None]] = {}
+        self.controls = ResidencyControls(engine)
+        self._held = HeldAdapters(engine, catalog.shares, reclaim, self.controls.require_not_revoked)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="catalog")
-        self._unread: list[Revision] = []
-        self._reader: asyncio.Task[None] | None = None
+        self._pinned_elsewhere: set[tuple[str, str]] = set()
+        self._reading = Reading(prepare, catalog.shares, self._held, self._pin_again)
         self._follower: asyncio.Task[None] | None = None
 
     def __iter__(self) -> Iterator[Revision]:
@@ -139,51 +133,8 @@ class AdapterService:
             yield revision
 
     async def ready(self, revision: Revision) -> None:
-        """Have the engine know a revision, reading it first where this process never did.
-
-        Raises what its preparation raises; `adapter_source_changed` when the source holds something else by now,
-        `adapter_base_mismatch` when it was published for another base.
-        """
-        key = revision.key
-        while key not in self._held:
-            task = self._getting_ready.get(key)
-            if task is None:
-                task = asyncio.create_task(self._get_ready(revision))
-                self._getting_ready[key] = task
-                task.add_done_callback(lambda done: self._got_ready(key, done))
-            await asyncio.shield(task)
-
-    def _got_ready(self, key: str, task: asyncio.Task[None]) -> None:
-        self._getting_ready.pop(key, None)
-        if not task.cancelled():
-            task.exception()  # whoever waits hears it too; nobody may wait
-
-    async def _get_ready(self, revision: Revision) -> None:
-        known = self._held.known.get(revision.key)
-        if known is not None:
-            async with self._held.change:
-                await self._held.register(known)
-            return
-        async with self._prepared(revision.source, revision.content) as prepared:
-            identity = prepared.identity
-            if identity.base != revision.artifact.base:
-                raise CallerError(
-                    ErrorCode.ADAPTER_BASE_MISMATCH,
-                    f"{revision.name} was published for base {revision.artifact.base:.16}, this server has "
-                    f"{identity.base:.16}; serve it there",
-                    param="model",
-                )
-            if identity.semantic != revision.key:
-                raise CallerError(
-                    ErrorCode.ADAPTER_SOURCE_CHANGED,
-                    f"{revision.name} is artifact {revision.artifact.artifact:.16}, but its source now holds "
-                    f"{identity.artifact:.16}; publish that as a new revision",
-                    param="model",
-                )
-            async with self._held.change:
-                await self._held.register(prepared)
-                if not self._catalog.shares(revision.key):
-                    self._held.retire_later(revision.key)
+        """Have the engine know a revision, reading it first where this process never did. See `Reading.ready`."""
+        await self._reading.ready(revision)
 
     # Changes
 
@@ -194,7 +145,8 @@ class AdapterService:
         self._catalog.check_new(alias, tenant)
         async with self._prepared(source) as prepared, self._held.change:
             self._catalog.check_new(alias, tenant)
-            return await self._publish(alias, source, prepared, Mode.ADD, None, tenant, actor)
+            draft = draft_of(prepared, alias, source, tenant, actor)
+            return await self._publish(draft, prepared, Mode.ADD, None)
 
     async def swap(
         self,
@@ -203,12 +155,19 @@ class AdapterService:
         expected: int | None = None,
         tenant: str = DEFAULT_NAMESPACE,
         actor: str = OPERATOR,
+        *,
+        drain: bool = False,
     ) -> Revision:
-        """Publish a new revision of an alias. expected: the revision to replace; another one is a conflict."""
+        """Publish a new revision of an alias. expected: the revision to replace; another one is a conflict.
+
+        The new one is on the device before the alias moves, if the old one is; `pool_exhausted` where there is no room
+        for both. drain: move the alias at once, and load the new one into what the old one leaves.
+        """
         self._catalog.check_swap(alias, expected, tenant)
         async with self._prepared(source) as prepared, self._held.change:
             self._catalog.check_swap(alias, expected, tenant)
-            return await self._publish(alias, source, prepared, Mode.SWAP, expected, tenant, actor)
+            draft = draft_of(prepared, alias, source, tenant, actor)
+            return await self._publish(draft, prepared, Mode.SWAP, expected, drain=drain)
 
     async def put(
         self,
@@ -217,12 +176,15 @@ class AdapterService:
         expected: int | None = None,
         tenant: str = DEFAULT_NAMESPACE,
         actor: str = OPERATOR,
+        *,
+        drain: bool = False,
     ) -> Revision:
         """`add` a new alias, `swap` a known one; with `expected`, only a known one."""
         self._check_put(alias, expected, tenant)
         async with self._prepared(source) as prepared, self._held.change:
             self._check_put(alias, expected, tenant)
-            return await self._publish(alias, source, prepared, Mode.PUT, expected, tenant, actor)
+            draft = draft_of(prepared, alias, source, tenant, actor)
+            return await self._publish(draft, prepared, Mode.PUT, expected, drain=drain)
 
     async def put_unless(
         self, alias: str, source: str, seen: Revision, tenant: str = DEFAULT_NAMESPACE, actor: str = OPERATOR
@@ -230,7 +192,8 @@ class AdapterService:
         """`put`, unless `source` still holds what `seen` was published from: then whatever is current stays."""
         async with self._prepared(source) as prepared, self._held.change:
             if prepared.identity.semantic != seen.key:
-                return await self._publish(alias, source, prepared, Mode.PUT, None, tenant, actor)
+                draft = draft_of(prepared, alias, source, tenant, actor)
+                return await self._publish(draft, prepared, Mode.PUT, None)
             current = self._catalog.get(alias, tenant)
             if current is not None and current.key == seen.key:
                 await self._held.register(prepared)
@@ -251,32 +214,67 @@ class AdapterService:
                 await self.refresh()
             for superseded in self._catalog.removed(old, generation):
                 self._held.retire_later(superseded.key)
+            await self.controls.unpin((tenant, alias))
             return old
 
     async def _publish(
         self,
-        alias: str,
-        source: str,
+        draft: Draft,
         prepared: PreparedAdapter,
         mode: Mode,
         expected: int | None,
-        tenant: str,
-        actor: str,
+        *,
+        drain: bool = False,
     ) -> Revision:
-        """Register, publish, retire: in this order, under the change lock."""
+        """Register, have it on the device where the old one is, publish, retire: in this order, under the change lock."""
+        store, key = self._catalog.store, prepared.identity.semantic
+        place = (draft.namespace, draft.alias)
         await self._held.register(prepared)
-        draft = draft_of(prepared, alias, source, tenant, actor)
-        store = self._catalog.store
+        current = self._catalog.get(draft.alias, draft.namespace)
+        beside = (
+            nullcontext() if current is None else self.controls.swapping(place, current.key, key, drain=drain)
+        )
         try:
-            _, new = await self.off_loop(lambda: store.publish(draft, mode, Expectation(expected)))
-        except LoraplexError:  # another server may have won the race
-            self._held.retire_later(prepared.identity.semantic)
+            async with beside:
+                _, new = await self.off_loop(lambda: store.publish(draft, mode, Expectation(expected)))
+        except LoraplexError:  # no room beside the old one, or another server won the race
+            await self._held.unregister(key)
             raise
         if new.generation != self.generation + 1:
             await self.refresh()
         for superseded in self._catalog.published(new):
             self._held.retire_later(superseded.key)
         return new
+
+    async def pin(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
+        """Keep an alias on the device, whatever it stands for; `pool_exhausted` where pins leave too little."""
+        revision = self._catalog.current(alias, tenant)
+        await self.ready(revision)
+        async with self._held.change:
+            await self.controls.pin((tenant, alias), self._catalog.current(alias, tenant).key)
+
+    async def unpin(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
+        """Let an alias be evicted again."""
+        async with self._held.change:
+            self._catalog.current(alias, tenant)
+            await self.controls.unpin((tenant, alias))
+
+    async def prefetch(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
+        """Load an alias on speculation; `pool_exhausted` where that would take what requests will want."""
+        revision = self._catalog.current(alias, tenant)
+        await self.ready(revision)
+        await self.controls.prefetch(revision.key)
+
+    async def revoke(
+        self, alias: str, tenant: str = DEFAULT_NAMESPACE, actor: str = OPERATOR
+    ) -> list[Revision]:
+        """Take away every name of what an alias stands for, and end its requests; nothing publishes it again."""
+        store = self._catalog.store
+        async with self._held.change:
+            key = self._catalog.current(alias, tenant).key
+            gone = await self.off_loop(lambda: store.revoke(key, actor))
+            await self.refresh()
+            return gone
 
     # Other servers, other runs
 
@@ -287,9 +285,18 @@ class AdapterService:
         changes = await self.off_loop(lambda: self._catalog.store.changes(view.generation))
         for superseded in view.apply(changes):
             self._held.retire_later(superseded.key)
+            await self._follow_pin((superseded.namespace, superseded.alias))
+        for key in changes.revoked:
+            await self._held.revoked(key, self.controls.revoke)
         for error in changes.damaged_grants:
             _log.error("an authorisation record is ignored: %s", error)
-        self._read_later(revision for revision in self._catalog if revision.key not in before)
+        self._reading.later(revision for revision in self._catalog if revision.key not in before)
+
+    async def _follow_pin(self, place: tuple[str, str]) -> None:
+        """Somebody else moved an alias: its pin leaves the old revision and, once the new one is read, takes that."""
+        if self.controls.pinned(place):
+            await self.controls.unpin(place)
+            self._pinned_elsewhere.add(place)
 
     async def follow(self, every_s: float = FOLLOW_EVERY_S) -> None:
         """Keep seeing what other servers publish, until cancelled. A catalog that does not answer is asked again."""
@@ -306,28 +313,16 @@ class AdapterService:
 
     def begin(self) -> None:
         """Read what the catalog knew when this process began, and follow it if it is shared; both in the background."""
-        self._read_later(self._catalog)
+        self._reading.later(self._catalog)
         if self._catalog.shared:
             self._follower = asyncio.create_task(self.follow())
 
-    def _read_later(self, revisions: Iterable[Revision]) -> None:
-        """Queue revisions that this process has never read. One at a time, so that a request never waits for many."""
-        self._unread += [revision for revision in revisions if revision.key not in self._held.known]
-        if self._unread and self._reader is None:
-            self._reader = asyncio.create_task(self._read_all())
-
-    async def _read_all(self) -> None:
-        try:
-            while self._unread:
-                revision = self._unread.pop(0)
-                if not self._catalog.shares(revision.key):
-                    continue  # superseded meanwhile
-                try:
-                    await self.ready(revision)
-                except LoraplexError as error:
-                    _log.warning("%s is in the catalog but cannot be served: %s", revision.name, error)
-        finally:
-            self._reader = None
+    async def _pin_again(self, revision: Revision) -> None:
+        """A revision that was read in the background takes the pin of its alias, if somebody else had moved that."""
+        place = (revision.namespace, revision.alias)
+        if place in self._pinned_elsewhere:
+            self._pinned_elsewhere.discard(place)
+            await self.pin(revision.alias, revision.namespace)
 
     async def restore(self) -> dict[str, LoraplexError]:
         """Register everything with a restarted engine. Returns what could not be, by alias."""
@@ -342,6 +337,7 @@ class AdapterService:
                     await self._held.register(prepared)
                 except LoraplexError as error:
                     failed[revision.alias] = error
+            await self.controls.restore()
         return failed
 
     # Questions
@@ -366,24 +362,20 @@ class AdapterService:
 
     async def settled(self) -> None:
         """Wait until nothing is on its way into or out of the engine."""
-        while self._held.leaving or self._reader is not None:
-            reading = [] if self._reader is None else [self._reader]
-            await asyncio.gather(*self._held.leaving, *reading)
+        while tasks := [*self._held.leaving, *self._reading.background]:
+            await asyncio.gather(*tasks)
 
     async def close(self) -> None:
         """Give up waiting for adapters on their way in or out, and let go of the catalog."""
-        tasks = self._held.leaving
-        tasks += [task for task in (self._follower, self._reader) if task is not None]
-        tasks += self._getting_ready.values()
+        tasks = [*self._held.leaving, *self._reading.tasks]
+        if self._follower is not None:
+            tasks.append(self._follower)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.off_loop(self._catalog.close)
         self._thread.shutdown()
 
-    def _prepared(
-        self, source: str, content: str | None = None
-    ) -> AbstractAsyncContextManager[PreparedAdapter]:
+    def _prepared(self, source: str) -> AbstractAsyncContextManager[PreparedAdapter]:
         """Prepare an adapter, keeping the images that the preparation may find."""
-        work = self._prepare(source) if content is None else self._prepare(source, content)
-        return self._held.prepared(work)
+        return self._held.prepared(self._prepare(source))

@@ -11,35 +11,35 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Protocol
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from loraplex.core.errors import LoraplexError
-from loraplex.core.messages import EngineCall, RemoveAdapter
+from loraplex.core.messages import RemoveAdapter
+from loraplex.runtime.controls import EngineCalls
 from loraplex.runtime.prepare import PreparedAdapter
-
-
-class EngineCalls(Protocol):
-    """The part of an engine client that adapter administration uses."""
-
-    async def call(self, message: EngineCall) -> dict[str, Any]:
-        """Send a call and wait for its reply; the client numbers it. Raises the typed error of the reply."""
-        ...
 
 
 class HeldAdapters:
     """Adapters by semantic digest. `change`: held while names or registrations change."""
 
     def __init__(
-        self, engine: EngineCalls, named: Callable[[str], bool], reclaim: Callable[[str], object]
+        self,
+        engine: EngineCalls,
+        named: Callable[[str], bool],
+        reclaim: Callable[[str], object],
+        check: Callable[[str], None],
     ) -> None:
-        """named: whether a name stands for a digest. reclaim: gives up the image of a kernel digest."""
+        """named: whether a name stands for a digest. reclaim: gives up the image of a kernel digest.
+
+        check: raises for a digest that must not be registered.
+        """
         self.change = asyncio.Lock()
         self.known: dict[str, PreparedAdapter] = {}
         self.failures: dict[str, LoraplexError] = {}
         self._engine = engine
         self._named = named
         self._reclaim = reclaim
+        self._check = check
         self._preparing = 0
         self._unnamed: dict[str, str] = {}
         self._registered: set[str] = set()
@@ -78,10 +78,29 @@ class HeldAdapters:
     async def register(self, prepared: PreparedAdapter) -> None:
         """Have the engine know an adapter. Under `change`."""
         key = prepared.identity.semantic
+        self._check(key)
         if key not in self._registered:
             await self._engine.call(prepared.register)
             self._registered.add(key)
         self.known[key] = prepared
+
+    async def unregister(self, key: str) -> None:
+        """After a publication that failed: the engine forgets what no name stands for. Under `change`."""
+        if key in self._registered and not self._named(key) and not self._bound[key]:
+            self._registered.discard(key)
+            with suppress(LoraplexError):  # an engine that is gone has forgotten it
+                await self._engine.call(RemoveAdapter(0, key))
+
+    async def revoked(self, key: str, revoke: Callable[[str], Awaitable[None]]) -> None:
+        """Have `revoke` end an adapter and everything bound to it, and give up its image."""
+        prepared = self.known.get(key)
+        if prepared is not None:
+            self._unnamed[prepared.register.kernel_digest] = key
+        self._registered.discard(key)
+        try:
+            await revoke(key)
+        finally:
+            self._reclaim_unnamed()
 
     def forget_engine(self) -> None:
         """The engine was replaced by one that knows nothing. Under `change`."""

@@ -4,7 +4,7 @@ A file appears by rename after its bytes are on disk and never changes afterward
 only unlinks it: maps that are open stay valid. A writer holds a lock on its temporary file, so what a killed writer
 left behind is told from what a living one still writes. Implements `core.ports.ImageSource`.
 
-Layout of a file, little-endian: header of `_HEADER`, SHA-256 of header and tables, modules int32 [n, 4], extents
+Layout of a file, little-endian: header of `_HEADER`, SHA-256 of header and tables, modules int32 [n, 5], extents
 int32 [n, 9], checksums int64 [pages], zeros up to a multiple of 4096, pages.
 
 Specification: 0x04A (host tier), 0x05D (verified host source).
@@ -31,7 +31,7 @@ from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.layout import EXTENT_COLUMNS, MODULE_COLUMNS, AdapterImage, page_checksum
 from loraplex.identity.canonical import check_digest
 
-MAGIC: Final = b"lpximg\x00\x01"
+MAGIC: Final = b"lpximg\x00\x02"
 _HEADER: Final = struct.Struct(
     "<8sIIIIQ32s32s"
 )  # magic, itemsize, modules, extents, pages, page bytes, key, kernel

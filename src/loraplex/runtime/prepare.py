@@ -20,8 +20,8 @@ from loraplex.core.messages import RegisterAdapter
 from loraplex.runtime.base import BaseModel
 from loraplex.runtime.images import ImageStore
 
-EXECUTABLE = frozenset({Method.LORA, Method.RSLORA, Method.EMBEDDING})
-"""Methods that the operators execute."""
+EXECUTABLE = frozenset(Method) - {Method.ALORA}
+"""Methods that the operators execute: all but aLoRA, whose activation point requests do not carry yet."""
 
 
 @dataclass(frozen=True, slots=True)

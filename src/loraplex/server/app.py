@@ -75,6 +75,8 @@ ROUTES: Final = (
     Route("POST", "/v1/unload_lora_adapter", admin.unload_lora_adapter),
     Route("GET", "/v1/residency", admin.residency),
     Route("GET", "/v1/requests/{request_id}/provenance", admin.get_provenance),
+    Route("GET", "/v1/limits", admin.get_limits),
+    Route("PUT", "/v1/limits", admin.put_limits),
     Route("GET", "/health", admin.health, open=True),
     Route("GET", "/ready", admin.ready, open=True),
     Route("GET", "/metrics", admin.metrics, open=True),

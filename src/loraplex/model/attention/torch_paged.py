@@ -11,6 +11,7 @@ similar length attend as one batch. Specification: 0x03D; DESIGN 4 "One page poo
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Final
 
@@ -99,14 +100,28 @@ class _Decode:
     mask: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class _Work:
-    prefills: tuple[_Prefill, ...]
-    decodes: tuple[_Decode, ...]
+    """What the requests of a step read under one window, made when it is first wanted."""
+
+    batch: TorchPagedBatch
+    window: int | None
+
+    @functools.cached_property
+    def prefills(self) -> tuple[_Prefill, ...]:
+        """Of the prefill requests."""
+        return self.batch.prepare_prefills(self.window)
+
+    @functools.cached_property
+    def decodes(self) -> tuple[_Decode, ...]:
+        """Of the decode requests."""
+        return self.batch.prepare_decodes(self.window)
 
 
 class TorchPagedBatch:
     """One step's attention; made by `TorchPagedAttention.begin`."""
+
+    rotates: Final = False
 
     def __init__(self, owner: TorchPagedAttention, histories: Histories) -> None:
         self._owner, self._histories = owner, histories
@@ -116,7 +131,8 @@ class TorchPagedBatch:
         positions = np.arange(self._indptr[-1], dtype=np.int64) + starts
         requests = np.repeat(np.arange(histories.rows.size), histories.rows)
         pages = histories.pages[requests, positions // owner.kv.page_tokens].astype(np.int64)
-        self._append = self._tensor(owner.row_index(pages, positions))
+        self._append_index = owner.row_index(pages, positions)
+        self._append: torch.Tensor | None = None
         self._work: dict[int | None, _Work] = {}
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -124,18 +140,37 @@ class TorchPagedBatch:
         owner = self._owner
         first, width = owner.key_row(layer), owner.rows.shape[1]
         rows = owner.rows[first:]
+        if self._append is None:
+            self._append = self._tensor(self._append_index)
         rows.index_copy_(0, self._append, k.reshape(-1, width))
         rows[owner.kv.page_tokens :].index_copy_(0, self._append, v.reshape(-1, width))
         window = owner.windows[layer]
-        work = self._work.get(window)
-        if work is None:
-            work = self._work[window] = self._prepare(window)
+        work = self._prepared(window)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for prefill in work.prefills:
             self._run_prefill(prefill, rows, q, k, v, out)
         for decode in work.decodes:
             self._run_decode(decode, rows, q, out)
         return out
+
+    def run_prefills(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """The prefill rows of `run` alone, into out [T, heads, head_dim]; keys and values have been appended."""
+        owner = self._owner
+        rows = owner.rows[owner.key_row(layer) :]
+        for prefill in self._prepared(owner.windows[layer]).prefills:
+            self._run_prefill(prefill, rows, q, k, v, out)
+
+    @property
+    def pool_at(self) -> int:
+        """Address of the page pool."""
+        return self._owner.rows.data_ptr()
+
+    @property
+    def histories(self) -> Histories:
+        """Whose rows the step's rows are."""
+        return self._histories
 
     def _run_prefill(
         self,
@@ -171,11 +206,20 @@ class TorchPagedBatch:
         else:
             out.index_copy_(0, work.rows, result)
 
-    def _prepare(self, window: int | None) -> _Work:
+    def _prepared(self, window: int | None) -> _Work:
+        work = self._work.get(window)
+        if work is None:
+            work = self._work[window] = _Work(self, window)
+        return work
+
+    def prepare_prefills(self, window: int | None) -> tuple[_Prefill, ...]:
+        """What the prefill requests read under a window."""
+        return tuple(self._prefill(request, window) for request in range(self._histories.prefills))
+
+    def prepare_decodes(self, window: int | None) -> tuple[_Decode, ...]:
+        """What the decode requests read under a window."""
         count = self._histories.rows.size
-        prefills = tuple(self._prefill(request, window) for request in range(self._histories.prefills))
-        decodes = tuple(self._decode(group, window) for group in self._decode_groups(count, window))
-        return _Work(prefills, decodes)
+        return tuple(self._decode(group, window) for group in self._decode_groups(count, window))
 
     def _prefill(self, request: int, window: int | None) -> _Prefill:
         start, rows = int(self._histories.kv_start[request]), int(self._histories.rows[request])

@@ -1,4 +1,4 @@
-"""Builds the CPU kernels (adapters, sampling) once for this machine and loads them.
+"""Builds the CPU kernels (projections, layers, adapters, sampling) once for this machine and loads them.
 
 The shared object lies in the cache folder (`LORAPLEX_CACHE`, else the user's cache folder) under a name made from the
 source's bytes, the compiler and its flags, the processor and the OpenMP library, so that another machine or version
@@ -20,6 +20,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -28,9 +29,14 @@ import torch
 
 _LOG = logging.getLogger("loraplex.ops")
 _HERE: Final = Path(__file__).resolve().parent
-UNITS: Final = {"lora_cpu.cpp": "-ffp-contract=fast", "sample_cpu.cpp": "-ffp-contract=off"}
+UNITS: Final = {
+    "lora_cpu.cpp": "-ffp-contract=fast",
+    "dense_cpu.cpp": "-ffp-contract=fast",
+    "step_cpu.cpp": "-ffp-contract=fast",
+    "sample_cpu.cpp": "-ffp-contract=off",
+}
 """Compiled files and how each may contract products: penalties round like torch's, projections fuse."""
-HEADERS: Final = ("lanes.h", "noise.h", "tiles.h")
+HEADERS: Final = ("gemm.h", "lanes.h", "lora.h", "noise.h", "rows.h", "team.h", "tiles.h")
 COMPILE_FLAGS: Final = (
     "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fwrapv", "-fPIC", "-fopenmp", "-w",
 )  # fmt: skip
@@ -38,6 +44,14 @@ _SIGNATURES: Final = {
     "lora_apply_float32": "ppipipi",
     "lora_apply_bfloat16": "ppipipi",
     "lora_apply_float16": "ppipipi",
+    "dense_bfloat16": "ppiiipipi",
+    "dense_float32": "ppiiipipi",
+    "dense_pack_bfloat16": "piip",
+    "dense_pack_float32": "piip",
+    "dense_unpack_bfloat16": "piip",
+    "dense_unpack_float32": "piip",
+    "step_layers_bfloat16": "ppiii",
+    "step_layers_float32": "ppiii",
     "sample_draw": "pipiipp",
     "sample_penalise": "pipiippipp",
     "sample_best": "piiiip",
@@ -120,11 +134,18 @@ def load(path: Path) -> Library:
         raise KernelUnavailable(f"{path} cannot be loaded: {error}") from error
     handle.lora_vector_level.restype = ctypes.c_int32
     handle.lora_max_threads.restype = ctypes.c_int32
+    handle.dense_packed_bytes.restype = ctypes.c_int64
+    handle.dense_packed_bytes.argtypes = [ctypes.c_int64] * 3
     for name, arguments in _SIGNATURES.items():
         function = getattr(handle, name)
         function.restype = None
         function.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in arguments]
     return Library(handle, path, int(handle.lora_vector_level()))
+
+
+def has_matrix_unit() -> bool:
+    """Whether this processor multiplies bf16 matrices in a unit of its own (AMX), which our kernels do not use."""
+    return "amx_bf16" in processor().split()
 
 
 def find_compiler() -> tuple[str, str]:
@@ -151,6 +172,7 @@ def fingerprint(compiler_version: str) -> str:
     return digest.hexdigest()[:20]
 
 
+@functools.cache
 def processor() -> str:
     """Model and instruction sets of this processor."""
     try:
@@ -176,11 +198,13 @@ def openmp_library() -> str | None:
 
 
 def _compile(compiler: str, scratch: Path) -> Path:
-    objects = []
-    for name, contraction in UNITS.items():
-        made = scratch / f"{name}.o"
-        _run([compiler, *COMPILE_FLAGS, contraction, "-c", str(_HERE / name), "-o", str(made)])
-        objects.append(str(made))
+    objects = [str(scratch / f"{name}.o") for name in UNITS]
+    commands = [
+        [compiler, *COMPILE_FLAGS, contraction, "-c", str(_HERE / name), "-o", made]
+        for (name, contraction), made in zip(UNITS.items(), objects, strict=True)
+    ]
+    with ThreadPoolExecutor(max_workers=len(commands)) as pool:
+        list(pool.map(_run, commands))
     out = scratch / "kernels.so"
     openmp = openmp_library()
     _run([compiler, "-shared", *objects, "-o", str(out), *([openmp] if openmp else ["-fopenmp"])])

@@ -1,0 +1,18 @@
+"""The benchmark of a step reaches its steady state and counts every request."""
+
+from __future__ import annotations
+
+import json
+
+from loraplex.bench.step import StepBench, as_json
+
+
+def test_everybody_who_fits_decodes_and_the_others_wait() -> None:
+    bench = StepBench(running=8, waiting=5, adapters=3, steps=4)
+    row = bench.measure()
+    assert (row.running, row.waiting, row.adapters) == (8, 5, 3)
+    assert row.step_ms > 0
+    state = bench.engine.state
+    assert len(state.by_slot) == 8
+    assert len(state.queue) == 5
+    assert json.loads(as_json([row], 4))["rows"][0]["running"] == 8

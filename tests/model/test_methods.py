@@ -1,0 +1,167 @@
+"""Every method that is served, in one mixed batch over a base with biases, against PEFT in float32; every family."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from tests.model.drive import Driver, Request, logits_of
+from tests.model.tiny import VOCAB, decoder, reference, save
+
+from loraplex.artifact.convert import to_image
+from loraplex.artifact.load import load_adapter, require_executable
+from loraplex.artifact.record import Artifact, Method
+from loraplex.artifact.tensors import Dtype
+from loraplex.core.layout import AdapterImage, Factor, Geometry, PageGeometry
+from loraplex.model import executor
+from loraplex.model.base import BaseWeights
+from loraplex.ops.dispatch import FAMILIES, make_operator
+from loraplex.ops.triton_lora import Tuning
+from loraplex.ops.triton_ops import TritonState
+from loraplex.runtime.base import base_modules
+from loraplex.runtime.prepare import EXECUTABLE
+
+# The interpreter of Triton 3.6 itself turns one-element arrays into scalars.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def lora(**changes: Any) -> peft.PeftConfig:
+    return peft.LoraConfig(**{"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], **changes})
+
+
+def ia3(targets: list[str], feedforward: list[str]) -> peft.PeftConfig:
+    return peft.IA3Config(target_modules=targets, feedforward_modules=feedforward)
+
+
+CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
+    "lora": lambda: lora(target_modules=ALL, rank_pattern={"o_proj": 1, "down_proj": 7}, alpha_pattern={"v_proj": 2}),
+    "rslora": lambda: lora(r=16, use_rslora=True, target_modules=["k_proj", "up_proj"]),
+    "dora": lambda: lora(target_modules=ALL, use_dora=True),
+    "dora-head": lambda: lora(target_modules=["lm_head", "gate_proj"], use_dora=True, use_rslora=True),
+    "dora-bitfit": lambda: lora(use_dora=True, bias="all"),
+    "lora-bias": lambda: lora(target_modules=["q_proj", "down_proj", "up_proj"], lora_bias=True),
+    "bitfit": lambda: lora(bias="all"),
+    "bitfit-only": lambda: lora(bias="lora_only", target_modules=["k_proj", "down_proj"]),
+    "ia3": lambda: ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]),
+    "ia3-splits-qkv": lambda: ia3(["q_proj", "v_proj", "gate_proj", "up_proj", "lm_head"], ["q_proj", "up_proj", "lm_head"]),
+    "embedding": lambda: lora(target_modules=["embed_tokens", "lm_head", "q_proj"]),
+}  # fmt: skip
+
+INTERPRETED = ["lora", "dora-bitfit", "ia3-splits-qkv"]
+"""For Triton's interpreter, where a program takes 10 ms."""
+
+SMALL = Tuning(
+    block_rows=4, splits=2, chunk_floor=32, max_bk=64, bn=64, shrink_warps=1, expand_warps=1, shrink_ctas=1, expand_ctas=1
+)  # fmt: skip
+SMALL_PREFILL = Tuning(
+    block_rows=16, splits=2, chunk_floor=32, max_bk=64, bn=64, shrink_warps=1, expand_warps=1, shrink_ctas=1,
+    expand_ctas=1, rank_tile=32, max_run=1,
+)  # fmt: skip
+
+
+@cache
+def tuned(name: str) -> Any:
+    """The PEFT model of one adapter over a copy of the tiny Llama with biases, every parameter of it random."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice about targets and biases
+        base = type(reference("llama-biased"))(reference("llama-biased").config)
+        base.load_state_dict(reference("llama-biased").state_dict())
+        model = peft.get_peft_model(base, CONFIGS[name]())
+    generator = torch.Generator().manual_seed(len(name))
+    for parameter_name, parameter in model.named_parameters():
+        if "magnitude" in parameter_name or "ia3_" in parameter_name:
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
+        elif "lora_" in parameter_name or (parameter.requires_grad and parameter_name.endswith("bias")):
+            parameter.data.normal_(0.0, 0.2, generator=generator)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("methods")
+    save("llama-biased", root / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that embeddings are saved too
+        for name in CONFIGS:
+            tuned(name).save_pretrained(root / name)
+    return root
+
+
+def artifact(root: Path, name: str) -> Artifact:
+    model = decoder("llama-biased", root / "base")
+    return load_adapter(root / name, base_modules(model.spec), BaseWeights(model.spec, model.weights))
+
+
+def image(root: Path, name: str, page_bytes: int) -> AdapterImage:
+    model = decoder("llama-biased", root / "base")
+    weights = BaseWeights(model.spec, model.weights)
+    geometry = PageGeometry(Geometry.RANK_ROWS, 4, row_page_bytes=page_bytes)
+    return to_image(artifact(root, name), geometry, Dtype.FLOAT32, "0" * 64, weights)
+
+
+def test_every_method_but_alora_is_here_and_executable(root: Path) -> None:
+    seen: set[Method] = set()
+    for name in CONFIGS:
+        found = artifact(root, name)
+        require_executable(found, EXECUTABLE)
+        seen |= found.methods
+    assert seen == EXECUTABLE == frozenset(Method) - {Method.ALORA}
+
+
+def test_only_what_differs_from_the_base_has_a_constant(root: Path) -> None:
+    """IA3 scales the base's bias with everything else; plain LoRA leaves it alone: neither stores a c."""
+    for name, has_constant in (("lora", False), ("ia3", False), ("ia3-splits-qkv", False), ("dora", True),
+                               ("lora-bias", True), ("bitfit", True)):  # fmt: skip
+        factors = set(image(root, name, 2304).extents[:, 2].tolist())
+        assert (Factor.C in factors) is has_constant, name
+        assert bool(factors & {Factor.H, Factor.G, Factor.C}) is (name != "lora"), name
+
+
+@pytest.mark.parametrize("family", [*sorted(FAMILIES), "triton"])
+def test_a_mixed_batch_of_every_method_equals_peft(
+    root: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "make_operator", functools.partial(make_operator, family=family))
+    names = list(CONFIGS) if family != "triton" else INTERPRETED
+    driver = Driver(
+        decoder("llama-biased", root / "base"), 4, slots=len(names) + 1, pages=700, adapters=len(names) + 1
+    )
+    if family == "triton":
+        driver.runner.table.kernel_state = TritonState(driver.runner.table, tunings=(SMALL_PREFILL, SMALL))
+    for slot, name in enumerate(names, start=1):
+        loaded = driver.load(image(root, name, driver.kv.page_bytes), slot, 7)
+        assert loaded.copied.tolist() == [[slot, 7, 1]]
+        driver.step([], deltas={"publishes": np.array([[slot, 7]], dtype=np.int32)})
+    rng = np.random.default_rng(4)
+    requests = [
+        Request(
+            i, rng.integers(0, VOCAB, 3 + i % 3).tolist(), adapter=(i, 7 if i else 0), logprobs=0, prompt_logprobs=0
+        )
+        for i in range(len(names) + 1)
+    ]  # fmt: skip
+    first = driver.step([(r, len(r.prompt)) for r in requests])
+    second = driver.step([(r, 0) for r in requests])
+    at = 0
+    for request in requests:
+        judge = tuned(names[request.slot - 1]) if request.slot else reference("llama-biased")
+        scores = torch.log_softmax(logits_of(judge, request.prompt + request.out), dim=-1)
+        count = len(request.prompt) - 1
+        got = first.prompt_logprob_values.view(np.float32)[at : at + count]
+        expected = scores[torch.arange(count), torch.tensor(request.prompt[1:])]
+        np.testing.assert_allclose(got, expected.numpy(), atol=1e-4, err_msg=str(request.slot))
+        at += count
+        for step, result in enumerate((first, second)):
+            row = scores[count + step]
+            assert request.out[step] == int(row.argmax())
+            value = result.logprob_values.view(np.float32)[request.slot]
+            assert value == pytest.approx(float(row.max()), abs=1e-4)
