@@ -106,6 +106,13 @@ class _Open:
     error: LoraplexError | None = None
 
 
+def _config(**fields: Any) -> EngineConfig:
+    try:
+        return EngineConfig(**fields)
+    except TypeError as error:
+        raise CallerError(ErrorCode.CONFIG_INVALID, f"unknown option: {error}") from error
+
+
 class LLM:
     """A base model with adapters, in this process.
 
@@ -126,12 +133,12 @@ class LLM:
     ) -> None:
         private = ExitStack()
         images = private.enter_context(private_folder(temporary_root()))
-        self._images = (
-            images  # also gone when nobody holds the LLM any more, and after a kill at the next start
-        )
+        self._images = images
+        # Also when nobody holds the LLM any more; after a kill, the next start removes them.
         self._forget_images = weakref.finalize(self, private.close)
+        self._mailbox = LocalMailbox()
         try:
-            config = EngineConfig(
+            config = _config(
                 model=str(model),
                 images_dir=str(images),
                 device=device,
@@ -139,14 +146,6 @@ class LLM:
                 pool_gb=pool_gb,
                 **options,
             )
-        except TypeError as error:
-            self._forget_images()
-            raise CallerError(ErrorCode.CONFIG_INVALID, f"unknown option: {error}") from error
-        except LoraplexError:
-            self._forget_images()
-            raise
-        self._mailbox = LocalMailbox()
-        try:
             self._built = build_engine(config, self._mailbox, MonotonicClock(), NullSink())
         except BaseException:
             self._forget_images()
