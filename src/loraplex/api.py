@@ -139,13 +139,8 @@ class LLM:
         self._mailbox = LocalMailbox()
         try:
             config = _config(
-                model=str(model),
-                images_dir=str(images),
-                device=device,
-                dtype=dtype,
-                pool_gb=pool_gb,
-                **options,
-            )
+                model=str(model), images_dir=str(images), device=device, dtype=dtype, pool_gb=pool_gb, **options
+            )  # fmt: skip
             self._built = build_engine(config, self._mailbox, MonotonicClock(), NullSink())
         except BaseException:
             self._forget_images()
