@@ -616,7 +616,7 @@ def test_plans_carry_copies_only_past_their_fence() -> None:
         rig.register(f"a{index}", pages=4)
     used: dict[int, int] = {}
 
-    def watch(plan: BatchPlan) -> None:
+    def watch(plan: BatchPlan, _: bytes) -> None:
         for page in plan.copy_pages.tolist():
             assert used.get(page, 0) <= rig.engine.state.committed, page
         for slot in plan.requests[:, 0].tolist():

@@ -127,3 +127,41 @@ def _pair(text: str) -> tuple[str, Path]:
             param="adapter",
         )
     return name, Path(folder)
+
+
+@bench_app.command
+def step(
+    *,
+    running: int = 256,
+    waiting: int = 2_000,
+    adapters: int = 64,
+    steps: int = 200,
+    depth: Literal[0, 1] = 1,
+    json: Path | None = None,
+) -> None:
+    """Host time of a decode step, by part, over a backend that takes no time.
+
+    Parameters
+    ----------
+    running: requests that decode.
+    waiting: requests that wait.
+    adapters: distinct adapters among them.
+    steps: timed steps.
+    depth: pipeline depth.
+    json: also write the report to this file.
+    """
+    import json as codec
+
+    from loraplex.bench.step import StepOptions, run_step, step_lines
+
+    for name, value, least in (("running", running, 1), ("waiting", waiting, 0), ("adapters", adapters, 0), ("steps", steps, 1)):  # fmt: skip
+        if value < least:
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID, f"{name} must be at least {least}, got {value}", param=name
+            )
+    report = run_step(
+        StepOptions(running=running, waiting=waiting, adapters=adapters, steps=steps, depth=depth)
+    )
+    print("\n".join(step_lines(report)))
+    if json is not None:
+        json.write_text(codec.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from loraplex.core.packed import I32, bits_float
 from loraplex.core.plan import StepResult
 from loraplex.core.request import FinishReason
 from loraplex.engine import admission, constraints, growth, loads
-from loraplex.engine.records import RequestRecord
+from loraplex.engine.records import Phase, RequestRecord
 from loraplex.engine.state import EngineState, Flight
 from loraplex.schedule.running import Slots
 
@@ -99,18 +99,27 @@ def _commit_tokens(
     """Append tokens to live requests, send them, and end the requests that they finish."""
     plan, table = flight.plan, state.table
     slots = plan.requests[plan.samples[:, 1], 0].astype(np.int64)
-    alive = np.array(
-        [slot not in faulty and _live(state, slot) is not None for slot in slots.tolist()], dtype=np.bool_
-    )
+    records = [None if slot in faulty else _live(state, slot) for slot in slots.tolist()]
+    alive = np.array([record is not None for record in records], dtype=np.bool_)
     table.commit_tokens(slots[alive], result.tokens[alive])
-    for index in np.flatnonzero(alive).tolist():
-        slot, token = int(slots[index]), int(result.tokens[index])
-        record = state.by_slot[slot]
+    wanted, outbox = plan.samples[:, 3].tolist(), state.outbox
+    for index, (record, token) in enumerate(zip(records, result.tokens.tolist(), strict=True)):
+        if record is None:
+            continue
         logprobs: tuple[TokenLogprobs, ...] = ()
-        if plan.samples[index, 3] >= 0:
+        if wanted[index] >= 0:
             logprobs = (_logprobs(result.logprob_indptr, result.logprob_ids, result.logprob_values, index),)
-        state.outbox.append(Tokens(record.request_id, (token,), logprobs, tuple(scored.pop(slot, ()))))
-        _count_output(state, record, token)
+        prompt = tuple(scored.pop(record.slot, ())) if scored else ()
+        outbox.append(Tokens(record.request_id, (token,), logprobs, prompt))
+        if (
+            record.first_token
+            and record.constraint is None
+            and token not in record.stop_ids
+            and record.outputs + 1 < record.sampling.max_tokens
+        ):
+            record.outputs += 1  # what nearly every token of nearly every step is: one more
+        else:
+            _count_output(state, record, token)
     for slot, entries in scored.items():
         owner = _live(state, slot)
         if owner is not None:
@@ -120,7 +129,7 @@ def _commit_tokens(
 def _live(state: EngineState, slot: int) -> RequestRecord | None:
     """The request that runs in `slot` and has not ended."""
     record = state.by_slot.get(slot)
-    return record if record is not None and record.request_id in state.records else None
+    return record if record is not None and record.phase is not Phase.ENDED else None
 
 
 def _count_output(state: EngineState, record: RequestRecord, token: int) -> None:
@@ -140,11 +149,12 @@ def _count_output(state: EngineState, record: RequestRecord, token: int) -> None
 
 def settle_slots(state: EngineState, slots: Slots) -> None:
     """Free ended requests and carry out preemptions that waited for this commit."""
-    for slot in slots.tolist():
+    table = state.table
+    for slot in slots[table.stopping[slots] & (table.inflight[slots] == 0)].tolist():
         record = state.by_slot.get(slot)
-        if record is None or state.table.inflight[slot]:
+        if record is None:
             continue
-        if record.request_id not in state.records:
+        if record.phase is Phase.ENDED:
             state.settle(record)
         elif record.preempting:
             growth.preempt(state, record)

@@ -67,6 +67,32 @@ def launch(state: EngineState, backend: Backend, flight: Flight) -> bool:
     return True
 
 
+def _validate_adapters(state: EngineState, plan: BatchPlan) -> None:
+    """Each row names what its request leased, and each leased slot still holds that generation, published."""
+    table, slots = state.table, plan.requests[:, 0]
+    adapters, generations = plan.requests[:, 2], plan.requests[:, 3]
+    wrong = (table.adapter_slot[slots] != adapters) | (table.adapter_generation[slots] != generations)
+    if wrong.any():
+        index = int(np.flatnonzero(wrong)[0])
+        slot = int(slots[index])
+        leased = (int(table.adapter_slot[slot]), int(table.adapter_generation[slot]))
+        named = (int(adapters[index]), int(generations[index]))
+        raise InternalFault(
+            ErrorCode.STALE_SLOT_GENERATION,
+            f"request slot {slot} leased adapter slot {leased}, the plan names {named}",
+        )
+    distinct, first = np.unique(adapters, return_index=True)
+    for adapter, generation in zip(distinct.tolist(), generations[first].tolist(), strict=True):
+        entry = state.occupied.get(adapter)
+        if adapter and (entry is None or entry.generation != generation or not entry.resident):
+            raise InternalFault(
+                ErrorCode.STALE_SLOT_GENERATION,
+                f"adapter slot {adapter} is not published at generation {generation}",
+            )
+    if (generations[first][np.searchsorted(distinct, adapters)] != generations).any():
+        raise InternalFault(ErrorCode.STALE_SLOT_GENERATION, "one adapter slot is named at two generations")
+
+
 _REBUILDABLE = frozenset(
     {ErrorCode.STALE_REQUEST_GENERATION, ErrorCode.STALE_SLOT_GENERATION, ErrorCode.STALE_KV_FRONTIER}
 )
@@ -90,18 +116,14 @@ def validate_launch(state: EngineState, plan: BatchPlan) -> None:
     ends = requests[:, 4] + requests[:, 5]
     if (table.pages[slots] * state.limits.kv.page_tokens < ends).any():
         raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a row has no page for its position")
-    for slot, _, adapter, generation in requests[:, :4].tolist():
-        lease = state.by_slot[slot].lease
-        leased = (lease.slot, lease.generation) if lease is not None else (0, 0)
-        if leased != (adapter, generation) or (lease is not None and not lease.valid):
-            raise InternalFault(
-                ErrorCode.STALE_SLOT_GENERATION,
-                f"request slot {slot} leased adapter slot {leased}, the plan names {(adapter, generation)}",
-            )
+    _validate_adapters(state, plan)
     owned = table.page_table[plan.page_deltas[:, 0], plan.page_deltas[:, 1]]
     if not np.array_equal(owned, plan.page_deltas[:, 2]):
         raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a page delta disagrees with its request's page table")
-    for slot in np.unique(plan.page_deltas[:, 0]).tolist():
-        pages = table.owned_pages(slot)
-        if not state.pool.owners(pages, PageState.KV, slot, int(table.incarnation[slot])):
-            raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, f"request slot {slot} does not own its pages")
+    grown = np.unique(plan.page_deltas[:, 0])
+    if grown.size:
+        pages, owners = table.owned_pages_each(grown)
+        if not state.pool.owners(pages, PageState.KV, owners, table.incarnation[owners]):
+            raise InternalFault(
+                ErrorCode.PLAN_PAGE_TABLE, f"a request in slots {grown.tolist()} does not own its pages"
+            )
