@@ -70,7 +70,7 @@ def test_a_plan_log_replays_to_the_same_results(
     base = describe_model(config)
     sizes = engine_limits(config, base)
     assert sizes.kv.page_bytes == pages["page_bytes"]
-    again = [StepResult.unpack(data) for data in replay(path, make_runner(config, base, sizes))]
+    again = [StepResult.unpack(data) for data in replay(path, make_runner(config, base)[0])]
     first = [StepResult.unpack(data) for data in seen]
     assert len(again) == len(first)
     for one, other in zip(first, again, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch
 from tests.model.tiny import VOCAB
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.core.layout import AdapterImage
+from loraplex.core.layout import AdapterImage, KvShape
 from loraplex.core.packed import float_bits
 from loraplex.core.plan import BatchPlan, StepResult
 from loraplex.core.plan_check import PlanBounds
 from loraplex.model.decoder import Decoder
-from loraplex.model.runner import ModelRunner, allocate_pool
+from loraplex.model.runner import MakeExecutor, ModelRunner, allocate_pool
 from loraplex.schedule.packing import Deltas, Work, build_plan
 
 SLOTS, MODEL_LEN = 6, 64
@@ -70,14 +71,18 @@ class Driver:
     """One runner over a poisoned pool, and plans for it."""
 
     def __init__(
-        self, model: Decoder, page_tokens: int = 4, slots: int = SLOTS, pages: int = 0, adapters: int = 5
-    ) -> None:
+        self, model: Decoder, page_tokens: int = 4, slots: int = SLOTS, pages: int = 0,
+        executor: Callable[[KvShape, PlanBounds], MakeExecutor] | None = None, stream: Any = None, adapters: int = 5,
+    ) -> None:  # fmt: skip
         self.kv = model.spec.kv_shape(model.weights.dtype.itemsize, page_tokens)
         entries = self.kv.pages_for(MODEL_LEN)
         self.bounds = PlanBounds(slots, adapters, pages or 1 + slots * entries + 40, entries, VOCAB)
         self.images = Images()
         pool = allocate_pool(self.bounds.num_pages, self.kv.page_bytes, model.weights.device, poison=True)
-        self.runner = ModelRunner(model, self.kv, self.bounds, self.images, pool=pool)
+        made = None if executor is None else executor(self.kv, self.bounds)
+        self.runner = ModelRunner(
+            model, self.kv, self.bounds, self.images, pool=pool, executor=made, stream=stream
+        )
         self.free = np.random.default_rng(1).permutation(self.bounds.num_pages - 1).astype(np.int32) + 1
         self.generation = 0
         self.tables: dict[int, list[int]] = {}

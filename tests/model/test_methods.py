@@ -21,7 +21,7 @@ from loraplex.artifact.load import load_adapter, require_executable
 from loraplex.artifact.record import Artifact, Method
 from loraplex.artifact.tensors import Dtype
 from loraplex.core.layout import AdapterImage, Factor, Geometry, PageGeometry
-from loraplex.model import runner
+from loraplex.model import executor
 from loraplex.model.base import BaseWeights
 from loraplex.ops.dispatch import FAMILIES, make_operator
 from loraplex.ops.triton_lora import Tuning
@@ -131,7 +131,7 @@ def test_only_what_differs_from_the_base_has_a_constant(root: Path) -> None:
 def test_a_mixed_batch_of_every_method_equals_peft(
     root: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "make_operator", functools.partial(make_operator, family=family))
+    monkeypatch.setattr(executor, "make_operator", functools.partial(make_operator, family=family))
     names = list(CONFIGS) if family != "triton" else INTERPRETED
     driver = Driver(
         decoder("llama-biased", root / "base"), 4, slots=len(names) + 1, pages=700, adapters=len(names) + 1

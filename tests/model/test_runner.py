@@ -250,7 +250,7 @@ def test_a_failure_inside_a_step_leaves_the_mirrors_as_they_were(
         raise RuntimeError("out of everything")
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver.runner._sampler, "sample", fail)
+        patch.setattr(driver.runner.sampler, "sample", fail)
         result = driver.run(plan)
     assert result.error_message == "backend_failed: RuntimeError: out of everything"
     again = replace(plan, generation=plan.generation + 1)
@@ -275,7 +275,7 @@ def test_a_failure_gives_a_reopened_slot_back_to_its_request(
         raise RuntimeError("out of everything")
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver.runner._sampler, "sample", fail)
+        patch.setattr(driver.runner.sampler, "sample", fail)
         assert driver.run(plan).error_message.startswith("backend_failed")
     driver.step([(a, 0)])
     assert a.out == greedy(a.prompt, 2)

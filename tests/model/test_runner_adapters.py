@@ -40,15 +40,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("adapters")
+def make_root(root: Path) -> Path:
+    """A folder with the base and every adapter."""
     save("llama", root / "base")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that embeddings are saved too
         for name in CONFIGS:
             tuned(name).save_pretrained(root / name)
     return root
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("adapters"))
 
 
 @cache
@@ -202,7 +206,7 @@ def test_adapter_deltas_of_a_failed_plan_may_come_again(
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver.runner._sampler, "sample", fail)
+        patch.setattr(driver.runner.sampler, "sample", fail)
         assert driver.run(plan).error_message.startswith("backend_failed: ")
     again = driver.run(replace(plan, generation=plan.generation + 1))
     assert again.error_message == ""

@@ -133,7 +133,12 @@ def test_vllm_calls(tmp_path: Path) -> None:
         assert error_of(await front.http.post("/v1/load_lora_adapter", json={"lora_name": "a"})) == (
             400, "invalid_request", "lora_path",
         )  # fmt: skip
-        response = await front.http.post("/v1/unload_lora_adapter", json={"lora_name": "a"})
+        again = {**load, "lora_path": front.source("two"), "load_inplace": True}
+        assert (await front.http.post("/v1/load_lora_adapter", json=again)).status_code == 200
+        assert (await front.http.get("/v1/adapters/a")).json()["revision"] == 2
+        response = await front.http.post(
+            "/v1/unload_lora_adapter", json={"lora_name": "a", "lora_int_id": None}
+        )
         assert (response.status_code, response.text) == (
             200,
             "Success: LoRA adapter 'a' removed successfully.",

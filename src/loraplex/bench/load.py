@@ -88,11 +88,16 @@ class LoadRow:
 
 @dataclass(frozen=True, slots=True)
 class LatencyRow:
-    """Time between tokens of running requests, in milliseconds. seconds: how long was measured."""
+    """Time between tokens of running requests, in milliseconds. seconds: how long was measured.
+
+    step_cpu_*: processor time of the thread that steps, which other work on the machine does not lengthen.
+    """
 
     case: str
     p50_ms: float
     p99_ms: float
+    step_cpu_p50_ms: float
+    step_cpu_p99_ms: float
     tokens: int
     seconds: float
 
@@ -120,6 +125,7 @@ class Bench:
         self.calls = 0
         self.replies: dict[int, Reply] = {}
         self.arrived: list[tuple[str, int]] = []
+        self.step_cpu_ms: list[float] = []
 
     @property
     def base(self) -> BaseModel:
@@ -134,7 +140,9 @@ class Bench:
 
     def step(self) -> None:
         """One step; what came back is sorted."""
+        began = time.thread_time_ns()
         self.built.engine.step()
+        self.step_cpu_ms.append((time.thread_time_ns() - began) / 1e6)
         now = time.perf_counter_ns()
         for message in self.mailbox.take():
             match message:
@@ -284,7 +292,10 @@ def _latencies(bench: Bench, options: LoadOptions, report: Callable[[str], None]
         _run_turn(bench, options, f"loading-{turn}", keys[turn::TURNS], loading)
     rows = [quiet.row("undisturbed"), loading.row(f"while {options.cold} cold adapters load")]
     for row in rows:
-        report(f"{row.case}: p50 {row.p50_ms:.1f} ms, p99 {row.p99_ms:.1f} ms over {row.tokens} tokens")
+        report(
+            f"{row.case}: p50 {row.p50_ms:.1f} ms, p99 {row.p99_ms:.1f} ms over {row.tokens} tokens; "
+            f"a step's thread p50 {row.step_cpu_p50_ms:.1f} ms, p99 {row.step_cpu_p99_ms:.1f} ms of processor"
+        )
     return rows
 
 
@@ -293,12 +304,19 @@ class _Gaps:
     """Times between tokens of one case, over its turns."""
 
     ms: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
     def row(self, case: str) -> LatencyRow:
-        gaps = np.array(self.ms)
+        gaps, cpu = np.array(self.ms), np.array(self.cpu_ms)
         return LatencyRow(
-            case, float(np.median(gaps)), float(np.quantile(gaps, 0.99)), int(gaps.size), self.seconds
+            case,
+            float(np.median(gaps)),
+            float(np.quantile(gaps, 0.99)),
+            float(np.median(cpu)),
+            float(np.quantile(cpu, 0.99)),
+            int(gaps.size),
+            self.seconds,
         )
 
 
@@ -331,11 +349,13 @@ def _run_turn(bench: Bench, options: LoadOptions, turn: str, keys: Sequence[str]
     while len({request_id for request_id, _ in bench.arrived}) < len(ids):
         bench.step()
     bench.arrived.clear()
+    bench.step_cpu_ms.clear()
     started = time.perf_counter()
     calls = {bench.post(LoadAdapter(0, key)) for key in keys}
     while not calls <= bench.replies.keys() or len(bench.arrived) < options.steps * len(ids):
         bench.step()
     gaps.seconds += time.perf_counter() - started
+    gaps.cpu_ms += bench.step_cpu_ms
     refused = [bench.replies[number].message for number in calls if bench.replies[number].code is not None]
     if refused:
         raise InternalFault(ErrorCode.INTERNAL, f"{len(refused)} loads were refused: {refused[0]}")

@@ -1,199 +1,178 @@
-"""`loraplex bench step`: what a step costs the host, with as many requests as a large device serves.
+"""`loraplex bench step`: processor time that the control plane takes for one iteration, with nothing behind it.
 
-The real control plane over a backend that answers at once with tokens of its own: what remains is drain, admit, reserve,
-plan, validate, pack, unpack and commit. Each part is timed around the call that `engine.step` makes; nothing is timed
-inside. Times are processor time of the one thread, so that what else the machine does stays out of them.
-
-Specification: DESIGN 7 (host time per step at 256 running and 2,000 waiting requests: under 1 ms).
+The engine that a server runs, over a backend that answers each plan with made-up tokens at once; what the backend takes
+is not counted. Every request decodes; others wait. Specification: DESIGN 7 ("Host time per step").
 """
 
 from __future__ import annotations
 
-import gc
+import json
+import statistics
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Final
 
 import numpy as np
 
-from loraplex.core.events import Event
+from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.events import Event, IterationCompleted
 from loraplex.core.layout import KvShape
-from loraplex.core.messages import EngineSampling, FromEngine, RegisterAdapter, Submit, ToEngine
+from loraplex.core.messages import EngineSampling, RegisterAdapter, Submit
 from loraplex.core.plan import BatchPlan, StepResult
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.step import Engine
+from loraplex.runtime.clock import MonotonicClock
+from loraplex.runtime.local import LocalMailbox
 
-VOCAB = 128_256
-PROMPT_TOKENS = 128
-PARTS = ("drain", "admit", "reserve", "plan", "execute", "commit", "publish")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOptions:
-    """running, waiting: requests in each state. adapters: distinct ones among the running. steps: timed ones."""
-
-    running: int = 256
-    waiting: int = 2_000
-    adapters: int = 64
-    steps: int = 200
-    depth: int = 1
+VOCAB: Final = 128_256
+ADAPTER_PAGES: Final = 13
+WARM_STEPS: Final = 20
+PARTS: Final = ("drain", "admit", "reserve", "plan", "execute", "commit", "publish")
 
 
-class _Instant:
-    """A backend whose plans have run when they are launched."""
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """Milliseconds of processor time of a decode step: whole, and planning alone; medians and 99th percentile.
+
+    adapters: distinct ones. parts_ms: medians of the step's seven calls; `execute` validates, packs and launches.
+    """
+
+    running: int
+    waiting: int
+    adapters: int
+    step_ms: float
+    step_p99_ms: float
+    plan_ms: float
+    parts_ms: dict[str, float]
+
+
+class _Echo:
+    """A backend that answers at once; counts its own time."""
 
     def __init__(self) -> None:
+        self.spent_ns = 0
         self._results: deque[bytes] = deque()
-        self.outside_ns = 0
 
     def launch(self, plan: bytes) -> None:
-        """Sample token 7 for everyone; every copy arrives intact."""
         started = time.thread_time_ns()
-        unpacked = BatchPlan.unpack(plan)
-        copied = np.ones((len(unpacked.copies), 3), dtype=np.int32)
-        copied[:, :2] = unpacked.copies[:, 8:10]
-        samples = len(unpacked.samples)
+        read = BatchPlan.unpack(plan)
+        count = len(read.samples)
+        copied = [(int(row[8]), int(row[9]), 1) for row in read.copies]
         result = StepResult(
-            generation=unpacked.generation,
-            execute_us=0,
-            tokens=np.full(samples, 7, dtype=np.int32),
-            logprob_indptr=np.zeros(samples + 1, dtype=np.int32),
-            prompt_logprob_indptr=np.zeros(1, dtype=np.int32),
-            copied=copied,
-        )
+            generation=read.generation, execute_us=1, tokens=np.full(count, 7, np.int32),
+            logprob_indptr=np.zeros(count + 1, np.int32), copied=np.array(copied, np.int32).reshape(-1, 3),
+        )  # fmt: skip
         self._results.append(result.pack())
-        self.outside_ns += time.thread_time_ns() - started
+        self.spent_ns += time.thread_time_ns() - started
 
     def collect(self) -> bytes:
-        """The oldest result."""
-        return self._results.popleft()
+        started = time.thread_time_ns()
+        result = self._results.popleft()
+        self.spent_ns += time.thread_time_ns() - started
+        return result
 
 
-class _Box:
-    """A mailbox that forgets what it is sent."""
+class _Plans:
+    """Keeps planning times."""
 
     def __init__(self) -> None:
-        self.inbox: list[ToEngine] = []
-
-    def receive(self, wait: bool) -> Sequence[ToEngine]:
-        """Everything put since."""
-        inbox, self.inbox = self.inbox, []
-        return inbox
-
-    def send(self, messages: Sequence[FromEngine]) -> None:
-        """Gone."""
-
-
-class _Clock:
-    """The process's own clock."""
-
-    def now_ns(self) -> int:
-        """Monotonic nanoseconds."""
-        return time.perf_counter_ns()
-
-
-class _Sink:
-    """Events that nobody reads."""
+        self.ns: list[int] = []
 
     def emit(self, event: Event) -> None:
-        """Gone."""
+        if isinstance(event, IterationCompleted):
+            self.ns.append(event.plan_ns)
 
 
-def run_step(options: StepOptions) -> dict[str, Any]:
-    """Processor microseconds of each part of a decode step (median, 99th percentile), and of the whole."""
-    engine, box, backend = _engine(options)
-    _fill(engine, box, options)
-    spent: dict[str, list[int]] = defaultdict(list)
-    for part in PARTS:
-        _time(engine, f"_{part}", spent[part])
-    total: list[int] = []
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(options.steps):
-            outside = backend.outside_ns
-            started = time.thread_time_ns()
-            engine.step()
-            total.append(time.thread_time_ns() - started - (backend.outside_ns - outside))
-            spent["execute"][-1] -= backend.outside_ns - outside
-    finally:
-        gc.enable()
-    state = engine.state
-    return {
-        "running": len(state.by_slot),
-        "waiting": len(state.queue),
-        "adapters": options.adapters,
-        "depth": options.depth,
-        "steps": options.steps,
-        "us": {name: _summary(spent[name]) for name in PARTS} | {"whole": _summary(total)},
-    }
+class StepBench:
+    """An engine with `running` requests decoding, over `adapters` adapters in turn, and `waiting` more in its queue."""
 
-
-def _engine(options: StepOptions) -> tuple[Engine, _Box, _Instant]:
-    limits = EngineLimits(
-        kv=KvShape(32, 8, 128, 2, 16),
-        num_pages=options.running * 40 + 4 * options.adapters + 2,
-        max_requests=options.running,
-        max_model_len=8_192,
-        token_budget=8_192,
-        vocab_size=VOCAB,
-        depth=options.depth,
-    )
-    box, backend = _Box(), _Instant()
-    return Engine(limits, backend, box, _Clock(), _Sink()), box, backend
-
-
-def _fill(engine: Engine, box: _Box, options: StepOptions) -> None:
-    """Run until all running requests decode and the others wait."""
-    sampling = EngineSampling(
-        max_tokens=options.steps + 200, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0,
-        presence_penalty=0.0, frequency_penalty=0.0, logit_bias=(), stop_token_ids=(2,), logprobs=-1,
-        prompt_logprobs=-1,
-    )  # fmt: skip
-    for number in range(options.adapters):
-        box.inbox.append(
-            RegisterAdapter(
-                1 + number, f"a{number}", f"{number:064x}", 4, ((16, 128),), (0, 1, 2, 3), 27 << 20
-            )
+    def __init__(self, running: int, waiting: int, adapters: int, steps: int) -> None:
+        kv = KvShape(32, 8, 128, 2, 16)
+        limits = EngineLimits(
+            kv=kv,
+            num_pages=50_000,
+            max_requests=running,
+            max_model_len=8192,
+            token_budget=8192,
+            vocab_size=VOCAB,
         )
-    for _ in range(4 * options.adapters + 8):
-        engine.step()
-    prompt = np.arange(PROMPT_TOKENS, dtype="<i4").tobytes()
-    for index in range(options.running + options.waiting):
-        adapter = f"a{index % options.adapters}" if options.adapters else None
-        box.inbox.append(Submit(f"r{index}", prompt, sampling, adapter))
-    for _ in range(40):
-        engine.step()
+        self.running, self.waiting, self.adapters, self.steps = running, waiting, adapters, steps
+        self.backend, self.mailbox, self.plans = _Echo(), LocalMailbox(), _Plans()
+        self.engine = Engine(limits, self.backend, self.mailbox, MonotonicClock(), self.plans)
+        keys = [f"{index:064x}" for index in range(1, adapters + 1)]
+        for key in keys:
+            self.mailbox.post(
+                RegisterAdapter(0, key, key, ADAPTER_PAGES, ((16, 128),), (0, 1, 2, 3), 27 << 20)
+            )
+        prompt = np.arange(128, dtype="<i4").tobytes()
+        sampling = EngineSampling(
+            max_tokens=WARM_STEPS + 2 * steps + 200, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0,
+            repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=(), stop_token_ids=(),
+            logprobs=-1, prompt_logprobs=-1,
+        )  # fmt: skip
+        for index in range(running + waiting):
+            adapter = keys[index % adapters] if adapters else None
+            self.mailbox.post(Submit(f"r{index}", prompt, sampling, adapter))
+
+    def measure(self) -> StepRow:
+        """Step until everybody who fits decodes, then time `steps` steps."""
+        table = self.engine.state.table
+        for _ in range(1000):
+            self.engine.step()
+            self.mailbox.take()
+            slots = table.runnable()
+            if slots.size == self.running and table.decoding(slots).all():
+                break
+        else:
+            raise InternalFault(ErrorCode.INTERNAL, "the engine did not come to decode its requests")
+        for _ in range(WARM_STEPS):
+            self.engine.step()
+        self.plans.ns.clear()
+        times = []
+        parts = {name: self._timed(f"_{name}") for name in PARTS}
+        for _ in range(self.steps):
+            self.mailbox.take()
+            started, before = time.thread_time_ns(), self.backend.spent_ns
+            self.engine.step()
+            times.append((time.thread_time_ns() - started - (self.backend.spent_ns - before)) / 1e6)
+        return StepRow(
+            self.running, self.waiting, self.adapters, statistics.median(times), float(np.percentile(times, 99)),
+            statistics.median(self.plans.ns) / 1e6,
+            {name: round(statistics.median(spent) / 1e6, 4) for name, spent in parts.items()},
+        )  # fmt: skip
+
+    def _timed(self, name: str) -> list[int]:
+        """Processor time of one of the step's calls, without the backend's, from now on."""
+        real, spent = getattr(self.engine, name), list[int]()
+
+        def timed(*arguments: object) -> object:
+            started, before = time.thread_time_ns(), self.backend.spent_ns
+            try:
+                return real(*arguments)
+            finally:
+                spent.append(time.thread_time_ns() - started - (self.backend.spent_ns - before))
+
+        setattr(self.engine, name, timed)
+        return spent
 
 
-def _time(engine: Engine, name: str, into: list[int]) -> None:
-    real: Callable[..., Any] = getattr(engine, name)
-
-    def timed(*arguments: Any) -> Any:
-        started = time.thread_time_ns()
-        try:
-            return real(*arguments)
-        finally:
-            into.append(time.thread_time_ns() - started)
-
-    setattr(engine, name, timed)
+CASES: Final = ((64, 0, 0), (256, 2000, 0), (256, 2000, 64), (256, 2000, 256))
+"""(running, waiting, adapters)."""
 
 
-def _summary(nanoseconds: list[int]) -> dict[str, float]:
-    values = np.array(nanoseconds) / 1_000
-    return {"median": round(float(np.median(values)), 1), "p99": round(float(np.percentile(values, 99)), 1)}
+def run_steps(steps: int, cases: Sequence[tuple[int, int, int]] = CASES) -> list[StepRow]:
+    """One row a case."""
+    return [StepBench(running, waiting, adapters, steps).measure() for running, waiting, adapters in cases]
 
 
-def step_lines(report: dict[str, Any]) -> list[str]:
-    """The report for people."""
-    head = (
-        f"{report['running']} running, {report['waiting']} waiting, {report['adapters']} adapters, "
-        f"depth {report['depth']}, {report['steps']} steps; processor microseconds"
-    )
-    rows = [f"{'part':<10}{'median':>10}{'p99':>10}"]
-    rows += [
-        f"{name:<10}{value['median']:>10.1f}{value['p99']:>10.1f}" for name, value in report["us"].items()
-    ]
-    return [head, *rows]
+def as_json(rows: Sequence[StepRow], steps: int) -> str:
+    """The run as JSON."""
+    record = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "steps": steps,
+        "rows": [asdict(row) for row in rows],
+    }
+    return json.dumps(record, indent=2)

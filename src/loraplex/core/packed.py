@@ -16,7 +16,8 @@ from loraplex.core.errors import ErrorCode, InternalFault
 
 I32 = npt.NDArray[np.int32]
 
-_PREFIX_WORDS = 4
+PREFIX_WORDS = 4
+"""Words before the scalars of a packed record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class PackedFormat:
 
     def pack(self, scalars: Mapping[str, int], arrays: Mapping[str, I32]) -> bytes:
         """Packed bytes of one record. Every scalar and section must be given."""
-        head = _PREFIX_WORDS + len(self.scalars)
+        head = PREFIX_WORDS + len(self.scalars)
         table = np.empty((len(self.sections), 2), dtype=np.int32)
         offset = head + 2 * len(self.sections)
         parts: list[I32] = []
@@ -58,7 +59,7 @@ class PackedFormat:
     def unpack(self, data: bytes | memoryview) -> tuple[dict[str, int], dict[str, I32]]:
         """Scalars and zero-copy section views of packed bytes; raises this format's fault on any inconsistency."""
         words = self._words(data)
-        head = _PREFIX_WORDS + len(self.scalars)
+        head = PREFIX_WORDS + len(self.scalars)
         table_end = head + 2 * len(self.sections)
         if words.size < table_end:
             raise self._refuse(f"{words.size} words are fewer than its {table_end} words of header")
@@ -69,7 +70,7 @@ class PackedFormat:
             raise self._refuse(f"header names {int(words[2])} words, the buffer has {words.size}")
         if int(words[3]) != len(self.sections):
             raise self._refuse(f"header names {int(words[3])} sections, expected {len(self.sections)}")
-        scalars = {name: int(words[_PREFIX_WORDS + i]) for i, name in enumerate(self.scalars)}
+        scalars = {name: int(words[PREFIX_WORDS + i]) for i, name in enumerate(self.scalars)}
         arrays: dict[str, I32] = {}
         expected = table_end
         for index, section in enumerate(self.sections):

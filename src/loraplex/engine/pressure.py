@@ -28,7 +28,7 @@ def move(state: EngineState, entry: AdapterEntry, after: AdapterState) -> None:
 
 def adapter_pages(state: EngineState) -> int:
     """Pages that adapters hold or have reserved."""
-    return sum(entry.page_count for entry in state.occupied.values())
+    return state.occupied_pages
 
 
 def candidates(state: EngineState, keep: AdapterEntry | None = None) -> list[tuple[Candidate, AdapterEntry]]:
@@ -114,6 +114,7 @@ def leave_slot(state: EngineState, entry: AdapterEntry) -> None:
     """Give a slot back: its generation grows, so that no handle to it is valid again."""
     state.directory.give_back(entry.slot, entry.generation)
     del state.occupied[entry.slot]
+    state.occupied_pages -= entry.page_count
     entry.slot = entry.generation = 0
 
 

@@ -73,7 +73,7 @@ class EngineState:
     """Pool, adapters, requests, queue, flights, outgoing messages and events.
 
     adapters: registered ones by key. departing: removed ones that are still in use, with the call that hears of their
-    end. occupied: adapter slots that are taken, with or without a published adapter. sharers: adapters that have not left,
+    end. occupied: adapter slots that are taken, with or without a published adapter; occupied_pages: pages of them all. sharers: adapters that have not left,
     by the kernel digest of their image. pinned: those with a pin.
     """
 
@@ -97,6 +97,7 @@ class EngineState:
         self.adapters: dict[str, AdapterEntry] = {}
         self.sharers: dict[str, list[AdapterEntry]] = {}
         self.occupied: dict[int, AdapterEntry] = {}
+        self.occupied_pages = 0
         self.pinned: dict[str, AdapterEntry] = {}
         self.wants: list[Want] = []
         self.speculation = Speculation()

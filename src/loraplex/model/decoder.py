@@ -16,22 +16,31 @@ from loraplex.core.layout import KvShape
 from loraplex.model.attention.interface import AttentionBatch
 from loraplex.model.attention.torch_paged import TorchPagedBatch
 from loraplex.model.cpu_layers import CpuLayers
+from loraplex.model.fused import FusedOps, TorchFused
 from loraplex.model.linear import Linear
 from loraplex.model.rope import RopeTable, rotate_
 from loraplex.model.spec import DecoderSpec
-from loraplex.model.weights import DecoderWeights, LayerWeights
+from loraplex.model.weights import DecoderWeights
 from loraplex.ops.interface import AdapterOps, RowSet
 
 _QKV = (Module.Q, Module.K, Module.V)
 _GATE_UP = (Module.GATE, Module.UP)
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class Decoder:
-    """Weights and specification of one base model, ready to run steps. positions: longest context served."""
+    """Weights and specification of one base model, ready to run steps.
 
-    def __init__(self, spec: DecoderSpec, weights: DecoderWeights, positions: int) -> None:
+    positions: longest context served. fused: operators between the GEMMs, plain torch when left out.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, weights: DecoderWeights, positions: int, fused: FusedOps | None = None
+    ) -> None:
         self.spec = spec
         self.weights = weights
+        self.positions = positions
+        self.fused = fused or TorchFused()
         self._rope = RopeTable(spec.rope, spec.head_dim, positions, weights.dtype, weights.device)
 
     def compiled_over(self, pool: torch.Tensor, kv: KvShape) -> CpuLayers | None:
@@ -46,80 +55,126 @@ class Decoder:
         positions: torch.Tensor,
         attention: AttentionBatch,
         adapters: AdapterOps,
-        logit_rows: torch.Tensor,
+        logit_rows: torch.Tensor | None,
         compiled: CpuLayers | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits of the rows asked for.
 
-        tokens, positions: int64 [T]; logit_rows: int64 [L], rows whose logits are wanted. compiled: layers to use in
-        place of torch where they serve the step. Returns float32 [L, vocab].
+        tokens, positions: integers [T]; logit_rows: [L], rows whose logits are wanted, None for all. compiled: layers
+        to use in place of torch where they serve the step. Returns [L, vocab] of the weights' type, in `out` where it
+        is given.
         """
-        hidden = F.embedding(tokens, self.weights.embed)
-        if adapters.active:
-            adapters.embed(hidden, tokens)
         if (
             compiled is not None
             and isinstance(attention, TorchPagedBatch)
             and compiled.serves(attention, adapters)
         ):
+            hidden = self.embed(tokens, adapters)
             compiled.run(hidden, positions, attention, adapters)
-        else:
-            self._layers(hidden, positions, attention, adapters)
-        return self._logits(hidden, adapters, logit_rows)
+            return self.head(None, hidden, adapters, logit_rows, out)
+        x, residual = self._layers(tokens, positions, attention, adapters)
+        return self.head(x, residual, adapters, logit_rows, out)
 
     def _layers(
-        self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, adapters: AdapterOps
-    ) -> None:
-        """All layers in torch, in place: the definition."""
-        cos, sin = self._rope.gather(positions)
-        for index, layer in enumerate(self.weights.layers):
-            x = self._norm(hidden, layer.input_norm)
-            hidden += self._attend(index, layer, x, cos, sin, attention, adapters)
-            x = self._norm(hidden, layer.post_norm)
-            hidden += self._feed_forward(index, layer, x, adapters)
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, adapters: AdapterOps
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers in torch, the definition: the last one's output and the residual stream before it is added."""
+        spec = self.spec
+        residual = self.embed(tokens, adapters)
+        rotation = None if attention.rotates else self._rope.gather(positions)
+        x = residual
+        for index in range(spec.layers):
+            heads = self.before_attention(index, x, residual, adapters)
+            if rotation is not None:
+                rotate_(heads[:, : spec.heads + spec.kv_heads], *rotation)
+            out = attention.run(index, *self.split(heads))
+            x = self.after_attention(index, out.reshape(-1, spec.q_size), residual, adapters)
+        return x, residual
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMS norm over the hidden dimension, accumulated in float32."""
-        return F.rms_norm(x, weight.shape, weight, self.spec.rms_eps)
+    def embed(
+        self, tokens: torch.Tensor, adapters: AdapterOps, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The residual stream before the first layer, [T, hidden], in `out` where it is given."""
+        if out is None:
+            residual = F.embedding(tokens, self.weights.embed)
+        else:
+            residual = torch.index_select(self.weights.embed, 0, tokens, out=out)
+        if adapters.active:
+            adapters.embed(residual, tokens)
+        return residual
 
-    def _attend(
+    def before_attention(
         self,
         index: int,
-        layer: LayerWeights,
         x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        attention: AttentionBatch,
+        residual: torch.Tensor,
         adapters: AdapterOps,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        spec = self.spec
+        """q, k and v of a layer before rotation, [T, heads + 2 * kv_heads, head_dim].
+
+        x: the layer before's output, added to the residual stream here; anything for the first layer. out: [T, qkv].
+        """
+        spec, layer = self.spec, self.weights.layers[index]
+        if index == 0:
+            x = self.fused.norm(residual, layer.input_norm, spec.rms_eps)
+        else:
+            x = self.fused.add_norm(x, residual, layer.input_norm, spec.rms_eps)
         sizes = (spec.q_size, spec.kv_size, spec.kv_size)
-        qkv = _project(x, layer.qkv, index, _QKV, sizes, adapters)
+        qkv = _project(x, layer.qkv, index, _QKV, sizes, adapters, out)
         heads = qkv.view(x.shape[0], spec.heads + 2 * spec.kv_heads, spec.head_dim)
-        qk = heads[:, : spec.heads + spec.kv_heads]
         if layer.qk_norm is not None:
+            qk = heads[:, : spec.heads + spec.kv_heads]
             qk.copy_(F.rms_norm(qk, (spec.head_dim,), None, spec.rms_eps).mul_(layer.qk_norm))
-        rotate_(qk, cos, sin)
-        out = attention.run(
-            index, qk[:, : spec.heads], qk[:, spec.heads :], heads[:, spec.heads + spec.kv_heads :]
-        )
-        out = out.reshape(x.shape[0], spec.q_size)
-        return _project(out, layer.o, index, (Module.O,), (spec.hidden_size,), adapters)
+        return heads
 
-    def _feed_forward(
-        self, index: int, layer: LayerWeights, x: torch.Tensor, adapters: AdapterOps
+    def split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [T, heads, head_dim], k and v [T, kv_heads, head_dim] as views of `before_attention`'s result."""
+        first, second = self.spec.heads, self.spec.heads + self.spec.kv_heads
+        return heads[:, :first], heads[:, first:second], heads[:, second:]
+
+    def after_attention(
+        self,
+        index: int,
+        attended: torch.Tensor,
+        residual: torch.Tensor,
+        adapters: AdapterOps,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        inner = self.spec.intermediate_size
+        """The layer's output, [T, hidden], not yet added to the residual stream. attended: [T, heads * head_dim]."""
+        spec, layer = self.spec, self.weights.layers[index]
+        x = _project(attended, layer.o, index, (Module.O,), (spec.hidden_size,), adapters)
+        x = self.fused.add_norm(x, residual, layer.post_norm, spec.rms_eps)
+        inner = spec.intermediate_size
         both = _project(x, layer.gate_up, index, _GATE_UP, (inner, inner), adapters)
-        active = F.silu(both[:, :inner]).mul_(both[:, inner:])
-        return _project(active, layer.down, index, (Module.DOWN,), (self.spec.hidden_size,), adapters)
+        active = self.fused.silu_mul(both)
+        return _project(active, layer.down, index, (Module.DOWN,), (spec.hidden_size,), adapters, out)
 
-    def _logits(self, hidden: torch.Tensor, adapters: AdapterOps, logit_rows: torch.Tensor) -> torch.Tensor:
-        if logit_rows.numel() == 0:
-            return torch.empty((0, self.spec.vocab_size), dtype=torch.float32, device=hidden.device)
-        x = self._norm(hidden[logit_rows], self.weights.final_norm)
+    def head(
+        self,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        adapters: AdapterOps,
+        logit_rows: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits [L, vocab] of `logit_rows`, None for all rows.
+
+        x: the last layer's output where the residual stream lacks it yet.
+        """
+        if logit_rows is not None:
+            if logit_rows.numel() == 0:
+                return torch.empty(
+                    (0, self.spec.vocab_size), dtype=self.weights.dtype, device=residual.device
+                )
+            x, residual = None if x is None else x[logit_rows], residual[logit_rows]
+        norm, eps = self.weights.final_norm, self.spec.rms_eps
+        x = self.fused.norm(residual, norm, eps) if x is None else self.fused.add_norm(x, residual, norm, eps)
         sizes = (self.spec.vocab_size,)
-        return _project(x, self.weights.lm_head, 0, (Module.LM_HEAD,), sizes, adapters, RowSet.LOGIT).float()
+        return _project(
+            x, self.weights.lm_head, 0, (Module.LM_HEAD,), sizes, adapters, out, rows=RowSet.LOGIT
+        )
 
 
 def _project(
@@ -129,16 +184,19 @@ def _project(
     modules: tuple[Module, ...],
     sizes: tuple[int, ...],
     adapters: AdapterOps,
+    out: torch.Tensor | None = None,
     rows: RowSet = RowSet.ALL,
 ) -> torch.Tensor:
     """y = g * ((x * h) W^T + b + s (x A^T) B^T) + c for modules that share an input; one GEMM unless an h splits them.
 
     The projection's own bias b lies inside the parentheses for every row; an adapter's c is relative to that. A module
     with its own h costs one more GEMM over all rows, so that a row without h keeps its bits whatever is beside it.
+    out: where y goes.
     """
     if not adapters.active:
-        return projection(x)
-    y = projection(x)
+        return projection(x, out)
+    adapters.ahead(x, layer, modules, rows)
+    y = projection(x, out)
     if adapters.scales_input:
         start = 0
         for module, size in zip(modules, sizes, strict=True):

@@ -76,8 +76,12 @@ class Linear:
         self.bias = bias
         self.shape = tuple(weight.shape)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, d_in] -> [n, d_out], contiguous."""
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x [n, d_in] -> [n, d_out], contiguous; in `out` where it is given."""
+        if out is not None:
+            if self.bias is None and self._plain is not None:
+                return torch.mm(x, self._plain.t(), out=out)
+            return out.copy_(self(x))
         if self._panels is not None:
             return self._multiply(x)
         if self._plain is not None:

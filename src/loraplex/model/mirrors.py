@@ -39,22 +39,26 @@ class RequestMirrors:
         self.frontier = np.zeros(bounds.max_requests, dtype=np.int32)
         self.kv = np.full(bounds.max_requests, UNKNOWN, dtype=np.int32)
         self.pages = np.zeros((bounds.max_requests, bounds.max_pages_per_request), dtype=np.int32)
+        self._used = 0
 
     @contextmanager
     def step(self, plan: BatchPlan) -> Iterator[I32]:
-        """The page-table rows [R, entries] of the plan's requests; the body runs the plan.
+        """The page-table rows [R, entries] of the plan's requests, as long as they need; the body runs the plan.
 
         Raises `stale_request_generation`, `stale_kv_frontier` or `plan_page_table` where plan and mirrors disagree. An
         exception, from here or from the body, leaves the mirrors as they were.
         """
         touched = np.unique(np.concatenate([plan.opens[:, 0], plan.page_deltas[:, 0]]))
+        self._used = max(self._used, int(plan.page_deltas[:, 1].max(initial=-1)) + 1)
+        # Entries beyond those that any plan ever wrote are 0: long page tables cost what is used of them.
+        pages = self.pages[:, : self._used]
         saved = [
-            (array, array[touched].copy()) for array in (self.incarnation, self.frontier, self.kv, self.pages)
+            (array, array[touched].copy()) for array in (self.incarnation, self.frontier, self.kv, pages)
         ]
         try:
             self._apply(plan)
             self._check(plan)
-            tables = self.pages[plan.requests[:, 0]]
+            tables = self.pages[:, : self._width(plan)][plan.requests[:, 0]]
             self._check_pages(plan, tables)
             yield tables
         except BaseException:
@@ -65,12 +69,17 @@ class RequestMirrors:
         self.frontier[slots] += 1
         self.kv[slots] = plan.requests[:, 4] + plan.requests[:, 5]
 
+    def _width(self, plan: BatchPlan) -> int:
+        """Entries of the longest page table after the plan's rows, at least one."""
+        end = int((plan.requests[:, 4] + plan.requests[:, 5]).max(initial=1))
+        return max(-(-end // self.page_tokens), 1)
+
     def _apply(self, plan: BatchPlan) -> None:
         opened = plan.opens[:, 0]
         self.incarnation[opened] = plan.opens[:, 1]
         self.frontier[opened] = 0
         self.kv[opened] = UNKNOWN
-        self.pages[opened] = 0
+        self.pages[opened, : self._used] = 0
         self.pages[plan.page_deltas[:, 0], plan.page_deltas[:, 1]] = plan.page_deltas[:, 2]
 
     def _check(self, plan: BatchPlan) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.model.sampler_cpu import CompiledSampling
+from loraplex.model.transfer import to_device
 
 I32 = npt.NDArray[np.int32]
 
@@ -55,7 +56,7 @@ class TokenCounts:
         self._prompt[row].zero_()
         self._prompt[row, self._ids(prompt)] = True
         counts = np.bincount(output, minlength=self._vocab).astype(np.int32)
-        self._output[row].copy_(torch.from_numpy(counts))
+        self._output[row].copy_(to_device(counts, self._device))
 
     def close(self, slot: int) -> None:
         """Give the slot's row back, if it has one."""
@@ -86,7 +87,7 @@ class TokenCounts:
             self._compiled.penalise(logits, index, width, self._output, self._prompt, row_of, penalties)
             return
         rows, target = self._ids(row_of), self._ids(index)
-        repetition, presence, frequency = torch.from_numpy(penalties).to(self._device).T.unsqueeze(2)
+        repetition, presence, frequency = to_device(penalties, self._device).T.unsqueeze(2)
         before = logits[target]
         output = self._output[rows, :width]
         drawn = output > 0
@@ -105,4 +106,4 @@ class TokenCounts:
         self._free.extend(range(new - 1, old - 1, -1))
 
     def _ids(self, values: npt.NDArray[np.signedinteger]) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+        return to_device(values.astype(np.int64), self._device)

@@ -80,7 +80,7 @@ def no_scores(count: int) -> Scores:
 class Pending:
     """A step that was launched: what `collect` turns into its result. Tensors are host copies under way.
 
-    tokens: int64 [S]. finite: bool [L], whether each logit row is.
+    tokens: integers [S]. finite: bool or integers [L], whether each logit row is.
     """
 
     plan: BatchPlan
@@ -111,7 +111,7 @@ class Pending:
 
     def _faults(self) -> I32:
         """(packed request, 1) for every request with a logit row that is not finite."""
-        bad = self.plan.logit_rows[~self.finite.numpy()]
+        bad = self.plan.logit_rows[self.finite.numpy() == 0]
         if not bad.size:
             return empty(2)
         requests = np.unique(np.searchsorted(self.plan.row_indptr[1:], bad, side="right"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from loraplex.core.plan import OPEN_COLUMNS
 from loraplex.model.penalties import TokenCounts
 from loraplex.model.philox import token_noise, vocabulary_noise
 from loraplex.model.sampler_cpu import OPTIONS, CompiledSampling
+from loraplex.model.transfer import to_device
 from loraplex.model.truncate import candidates
 
 I64 = npt.NDArray[np.int64]
@@ -36,6 +38,16 @@ _LOGPROB_ROWS = 64
 
 _Draw = Callable[[torch.Tensor, I64, I64, I64], torch.Tensor]
 """(logits, rows of logits, request slots, positions) -> tokens."""
+
+
+class Draws(Protocol):
+    """One function that draws rows with any options: compiled on a CPU, a kernel on a device."""
+
+    def draw(
+        self, logits: torch.Tensor, index: I64, vocab: int, options: npt.NDArray[np.void]
+    ) -> torch.Tensor:
+        """Tokens int64 [n] from rows `index` [n] of logits, over the first `vocab` columns. options: `OPTIONS` [n]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +102,17 @@ class Sampler:
         self._penalised = np.zeros(max_requests, dtype=np.bool_)
         self._truncated = np.zeros(max_requests, dtype=np.bool_)
         self._compiled = CompiledSampling.find(device) if compiled else None
+        self._draws: Draws | None = self._compiled if compiled else None
+        if device.type == "cuda":
+            from loraplex.model.cuda.draws import DeviceDraws  # needs Triton
+
+            self._draws = DeviceDraws(device)
         self.counts = TokenCounts(max_requests, vocab_size, device, self._compiled)
+
+    @property
+    def sampled(self) -> int:
+        """Ids below this may be drawn."""
+        return self._sampled
 
     def open(self, opens: I32, open_bias: I32, open_history: I32) -> None:
         """Start request slots over, from the plan's arrays of these names (columns `OPEN_COLUMNS`)."""
@@ -130,6 +152,12 @@ class Sampler:
                 self.counts.open(slot, history, int(opens[row, _COLUMN["prompt_tokens"]]))
             else:
                 self.counts.close(slot)
+
+    def takes_best(self, slots: I32) -> bool:
+        """Whether every one of these request slots takes the highest raw logit below `sampled_vocab`."""
+        return not (
+            (self._values["temperature"][slots] != 0.0) | self._penalised[slots] | self._has_bias[slots]
+        ).any()
 
     def sample(
         self,
@@ -177,7 +205,7 @@ class Sampler:
     def top_logprobs(
         self, logits: torch.Tensor, logit_index: I32, chosen: torch.Tensor, top: I32
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log probabilities of raw logits: ids int64 and values float32, both [n, 1 + max(top)].
+        """Log probabilities of raw logits (of any floating type): ids int64 and values float32, both [n, 1 + max(top)].
 
         chosen: int64 [n] on the device, first in each row; then the `top[i]` best ids below `sampled_vocab`, ties to
         the lowest id. Entries of row i after 1 + top[i] mean nothing. top: int32 [n] on the host, each >= 0.
@@ -188,7 +216,7 @@ class Sampler:
         index = self._ids(logit_index)
         for lo in range(0, logit_index.size, _LOGPROB_ROWS):
             part = slice(lo, lo + _LOGPROB_ROWS)
-            rows = logits.index_select(0, index[part])
+            rows = logits.index_select(0, index[part]).float()
             ids[part, 0] = chosen[part]
             if width and self._compiled is not None:
                 ids[part, 1:] = self._compiled.best(rows, self._sampled, width)
@@ -210,7 +238,7 @@ class Sampler:
                 f"a logit bias of request slot {slot} leaves the vocabulary of {self._vocab} tokens",
             )
         inside = ids < self._sampled
-        values = torch.from_numpy(bits_float(entries[:, 1])[inside].copy()).to(self._device)
+        values = to_device(bits_float(entries[:, 1])[inside], self._device)
         self._bias[slot] = _Bias(self._ids(ids[inside]), values)
 
     def _adjust(self, work: torch.Tensor, slots: I64) -> None:
@@ -228,14 +256,14 @@ class Sampler:
 
     def _forbid(self, work: torch.Tensor, masks: TokenMasks) -> None:
         """What a mask leaves out has no chance, in place."""
-        forbidden = torch.from_numpy(masks.forbidden(self._sampled)).to(self._device)
+        forbidden = to_device(masks.forbidden(self._sampled), self._device)
         rows = self._ids(masks.samples)
         work[rows] = work.index_select(0, rows).masked_fill_(forbidden, -torch.inf)
 
     def _routes(self, greedy: Bools, slots: I64) -> tuple[tuple[Bools, _Draw], ...]:
         """Which rows are drawn how."""
-        if self._compiled is not None:
-            return (greedy, self._greedy), (~greedy, self._draw_compiled)
+        if self._draws is not None:
+            return (greedy, self._greedy), (~greedy, self._draw_together)
         truncated = self._truncated[slots]
         return (
             (greedy, self._greedy),
@@ -261,16 +289,16 @@ class Sampler:
         best = torch.argmax(values + noise, dim=1, keepdim=True)
         return ids.gather(1, best).squeeze(1)
 
-    def _draw_compiled(self, logits: torch.Tensor, index: I64, slots: I64, positions: I64) -> torch.Tensor:
-        if self._compiled is None:
-            raise InternalFault(ErrorCode.INTERNAL, "compiled sampling was chosen where there is none")
+    def _draw_together(self, logits: torch.Tensor, index: I64, slots: I64, positions: I64) -> torch.Tensor:
+        if self._draws is None:
+            raise InternalFault(ErrorCode.INTERNAL, "one function was to draw all rows and there is none")
         options = np.empty(slots.size, dtype=OPTIONS)
         for name in ("temperature", "min_p", "top_p"):
             options[name] = self._values[name][slots]
         options["top_k"] = self._top_k[slots]
         options["seed_low"], options["seed_high"] = self._seeds[slots].T
         options["position"] = positions
-        return self._compiled.draw(logits, np.ascontiguousarray(index), self._sampled, options)
+        return self._draws.draw(logits, np.ascontiguousarray(index), self._sampled, options)
 
     def _rows(self, logits: torch.Tensor, index: I64) -> torch.Tensor:
         return logits.index_select(0, self._ids(index))[:, : self._sampled]
@@ -280,13 +308,13 @@ class Sampler:
         return (work - work.amax(dim=1, keepdim=True)).div_(self._column("temperature", slots))
 
     def _column(self, name: str, slots: I64) -> torch.Tensor:
-        return torch.from_numpy(self._values[name][slots]).to(self._device).unsqueeze(1)
+        return to_device(self._values[name][slots], self._device).unsqueeze(1)
 
     def _seed_rows(self, slots: I64) -> torch.Tensor:
-        return torch.from_numpy(self._seeds[slots]).to(self._device)
+        return to_device(self._seeds[slots], self._device)
 
     def _ids(self, values: npt.NDArray[np.signedinteger]) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+        return to_device(values.astype(np.int64), self._device)
 
 
 def best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:

@@ -160,14 +160,21 @@ class FactorTable:
         if listed:
             first = self._take(slot, len(listed))
             addresses[addresses < 0] -= first
-            self.row_list[first : first + len(listed)].copy_(torch.tensor(listed, dtype=torch.int64))
+            self._send(self.row_list[first : first + len(listed)], np.array(listed, dtype=np.int64))
         self.max_ranks[slot] = ranks.max(axis=0, initial=0)
         self.has_vectors[slot] = bool((flags & (HAS_G | HAS_C)).any())
         for target, values in (
             (self.addresses, addresses), (self.ranks, ranks), (self.scales, scales), (self.flags, flags),
             (self.vectors, vectors), (self.max_ranks_device, self.max_ranks[slot]),
         ):  # fmt: skip
-            target[slot].copy_(torch.from_numpy(values))
+            self._send(target[slot], values)
+
+    def _send(self, target: torch.Tensor, values: np.ndarray) -> None:
+        """Copy without waiting: the source is the copy's own."""
+        source = torch.from_numpy(values.copy())
+        if self.device.type == "cuda":
+            source = source.pin_memory()
+        target.copy_(source, non_blocking=True)
 
     def clear(self, slot: int) -> None:
         """Empty a slot: rank 0 everywhere, so that a stale launch adds nothing. The slot may be empty already."""

@@ -64,6 +64,12 @@ class AdapterOps(Protocol):
         """
         ...
 
+    def ahead(
+        self, x: torch.Tensor, layer: int, modules: tuple[Module, ...], rows: RowSet = RowSet.ALL
+    ) -> None:
+        """Called with `apply`'s arguments before the dense projection, so that work may run beside it; x is final."""
+        ...
+
     def apply(
         self,
         y: torch.Tensor,
@@ -99,6 +105,11 @@ class NoAdapters:
     ) -> torch.Tensor:
         """x itself."""
         return x
+
+    def ahead(
+        self, x: torch.Tensor, layer: int, modules: tuple[Module, ...], rows: RowSet = RowSet.ALL
+    ) -> None:
+        """Nothing to start."""
 
     def apply(
         self,

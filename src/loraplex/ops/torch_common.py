@@ -135,6 +135,11 @@ class TorchOps:
             out[own] = (x[own].float() * h).to(x.dtype)
         return out
 
+    def ahead(
+        self, x: torch.Tensor, layer: int, modules: tuple[Module, ...], rows: RowSet = RowSet.ALL
+    ) -> None:
+        """Nothing runs beside the dense projection here."""
+
     def apply(
         self,
         y: torch.Tensor,

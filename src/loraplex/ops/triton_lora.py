@@ -227,8 +227,13 @@ class LoraStep:
 
     def prepare(self, work: WorkList) -> None:
         """`send` and `fill` for a step that is not captured."""
-        self.send(torch.from_numpy(work.packed))
+        packed = torch.from_numpy(work.packed)
+        self.send(packed if self.interpreted else packed.pin_memory())
         self.fill()
+
+    def clear(self) -> None:
+        """Empty the work list: launches over it do nothing."""
+        self.head[:HEAD_WORDS].zero_()
 
     def shrink(self, x: torch.Tensor, layer: int, group: int) -> None:
         """Z partials of one group. x: [rows, d_in] of the model's dtype, unit column stride."""

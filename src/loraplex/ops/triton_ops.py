@@ -9,21 +9,41 @@ Specification: 0x02H, 0x06E; DESIGN 4 "Operators".
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from loraplex.core.errors import InternalFault
 from loraplex.core.ids import Module
+from loraplex.core.layout import Factor
 from loraplex.core.plan import BatchPlan
 from loraplex.ops import worklist
 from loraplex.ops.factor_table import FactorTable
 from loraplex.ops.interface import RowSet
 from loraplex.ops.segmented import SegmentedOps
-from loraplex.ops.table import AdapterTable
+from loraplex.ops.table import AdapterTable, ResidentAdapter
 from loraplex.ops.torch_common import check_operands
 from loraplex.ops.triton_lora import LoraStep, Tuning, group_index, shrink_expand
-from loraplex.ops.worklist import Phase
+from loraplex.ops.worklist import GROUPS, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What adapters need. groups: fused groups with any adapted module. rest: whether they need anything that the work
+    lists do not serve: head, embedding or input vectors."""
+
+    groups: frozenset[int]
+    rest: bool
+
+    @staticmethod
+    def of(adapter: ResidentAdapter) -> Traits:
+        """Traits of one published adapter."""
+        present = np.asarray((adapter.index >= 0).any(axis=0))
+        groups = frozenset(index for index, (lo, hi) in enumerate(GROUPS) if present[lo:hi].any())
+        outside = bool(present[Module.LM_HEAD] or present[Module.EMBED])
+        return Traits(groups, outside or adapter.has(Factor.H))
 
 
 class TritonState:
@@ -44,7 +64,10 @@ class TritonState:
         self.steps: dict[Phase, LoraStep] = {}
         self._key: tuple[object, ...] = ()
         self._active: tuple[Phase, ...] = ()
+        self._traits: dict[int, tuple[int, Traits]] = {}
+        self.traits = Traits(frozenset(), False)
         self._rows = {Phase.DECODE: 0, Phase.PREFILL: 0}
+        self._filled = {Phase.DECODE: False, Phase.PREFILL: False}
         self.reserve(Phase.DECODE, decode_rows)
         self.reserve(Phase.PREFILL, prefill_rows)
 
@@ -62,7 +85,7 @@ class TritonState:
     def plan(self, plan: BatchPlan) -> tuple[Phase, ...]:
         """Follow the table, send and fill the work lists of a plan; the phases that have adapter rows.
 
-        Does nothing where the last plan had the same rows and adapters, as most decode steps have.
+        The list of a phase without any is emptied, so that captured launches over it add nothing. Does nothing where the last plan had the same rows and adapters, as most decode steps have.
         """
         groups = (plan.group_rows, plan.group_offsets, plan.group_adapters)
         key = (self.table.revision, plan.doff, *(part.tobytes() for part in groups))
@@ -75,6 +98,7 @@ class TritonState:
             rows = plan.group_rows
             mine = int((rows >= plan.doff).sum()) if phase is Phase.DECODE else int((rows < plan.doff).sum())
             if not mine:
+                self._empty(phase)
                 continue
             self.reserve(phase, mine, plan.segment_adapters.size)
             step = self.steps[phase]
@@ -83,9 +107,29 @@ class TritonState:
                     rows, plan.group_offsets, plan.group_adapters, plan.doff, self.mirror.max_ranks, step.room
                 )
             )
+            self._filled[phase] = True
             active.append(phase)
+        self.traits = self._traits_of(plan.group_adapters.tolist())
         self._key, self._active = key, tuple(active)
         return self._active
+
+    def _empty(self, phase: Phase) -> None:
+        if self._filled[phase]:
+            self.steps[phase].clear()
+            self._filled[phase] = False
+
+    def _traits_of(self, slots: list[int]) -> Traits:
+        """Traits of all these adapters together."""
+        groups: set[int] = set()
+        rest = False
+        for slot in slots:
+            generation = int(self.table.published[slot])
+            known = self._traits.get(slot)
+            if known is None or known[0] != generation:
+                known = self._traits[slot] = (generation, Traits.of(self.table.adapter(slot)))
+            groups |= known[1].groups
+            rest = rest or known[1].rest
+        return Traits(frozenset(groups), rest)
 
     def apply(
         self, y: torch.Tensor, x: torch.Tensor, layer: int, group: int, phases: tuple[Phase, ...]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from loraplex.artifact.tensors import Dtype
 from loraplex.config import EngineConfig
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
-from loraplex.core.ports import Backend, Clock, EventSink, Loader, Mailbox
+from loraplex.core.ports import Backend, Clock, EventSink, ImageSource, Loader, Mailbox
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.step import Engine
 from loraplex.runtime.base import BaseModel, describe_base, read_config
@@ -60,17 +61,29 @@ class BuiltEngine:
         }
 
 
-def build_engine(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> BuiltEngine:
-    """Load the model and make an engine over it. Raises a typed error for what cannot be served."""
+def build_engine(
+    config: EngineConfig,
+    mailbox: Mailbox,
+    clock: Clock,
+    events: EventSink,
+    images: ImageSource | None = None,
+) -> BuiltEngine:
+    """Load the model and make an engine over it. Raises a typed error for what cannot be served.
+
+    images: where adapter images come from, None for the configuration's folder; only for a model in this process.
+    """
     name, sentence = _dtype(config)
     base = describe_model(config)
-    sizes = engine_limits(config, base)
     notes = [sentence, _warm_up(config)]
     with ExitStack() as held:
-        loader, config, sizes, said = make_loader(config, sizes, held)
-        notes += said
-        backend, close = make_backend(config, base, sizes)
+        if images is None:
+            loader, config, host_bytes, said = make_loader(config, held)
+            notes += said
+        else:
+            loader, host_bytes = None, None
+        backend, sizes, close = make_backend(config, base, images)
         held.callback(close)
+        sizes = replace(sizes, host_bytes=host_bytes)
         ends = eos_ids(Path(config.model))
         grammars = load_grammars(Path(config.model), base.spec.vocab_size, ends)
         engine = Engine(sizes, backend, mailbox, clock, events, grammars=grammars, loader=loader)
@@ -79,25 +92,20 @@ def build_engine(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: E
 
 
 def make_loader(
-    config: EngineConfig, sizes: EngineLimits, held: ExitStack
-) -> tuple[Loader, EngineConfig, EngineLimits, list[str]]:
-    """The loader that the configuration names, the configuration and sizes that go with it, and what to say of it.
+    config: EngineConfig, held: ExitStack
+) -> tuple[Loader | None, EngineConfig, int | None, list[str]]:
+    """The loader that the configuration names, the configuration that goes with it, its bytes, and what to say of it.
 
     held: what is let go of with the engine.
     """
     wanted = None if config.host_gb is None else int(config.host_gb * GIB)
     if config.loader == "inline":
-        return (
-            InlineLoader(ImageStore(Path(config.images_dir))),
-            config,
-            replace(sizes, host_bytes=wanted),
-            [],
-        )
+        return InlineLoader(ImageStore(Path(config.images_dir))), config, wanted, []
     folder, limit, sentence = held.enter_context(host_folder(Path(config.images_dir), wanted))
     loader = LoaderProcess(config.images_dir, folder, NICE if config.device == "cpu" else 0)
     held.callback(loader.close)
     config = msgspec.structs.replace(config, host_dir=str(folder))
-    return loader, config, replace(sizes, host_bytes=limit), [sentence]
+    return loader, config, limit, [sentence]
 
 
 def describe_model(config: EngineConfig) -> BaseModel:
@@ -128,65 +136,87 @@ def _dtype(config: EngineConfig) -> tuple[str, str]:
 
 
 def make_backend(
-    config: EngineConfig, base: BaseModel, sizes: EngineLimits
-) -> tuple[Backend, Callable[[], None]]:
-    """The backend that the configuration names, and what lets go of it."""
+    config: EngineConfig, base: BaseModel, images: ImageSource | None = None
+) -> tuple[Backend, EngineLimits, Callable[[], None]]:
+    """The backend that the configuration names, the sizes to plan with, and what lets go of it."""
     if config.backend == "process":
+        sizes = engine_limits(config, base)
         worker = ProcessBackend(config)
         backend: Backend = worker
         close: Callable[[], None] = worker.close
     else:
-        backend, close = make_runner(config, base, sizes), _nothing
+        backend, sizes, close = make_runner(config, base, images)
     if config.plan_log is None:
-        return backend, close
+        return backend, sizes, close
     log = PlanLog(Path(config.plan_log), backend)
 
     def close_both() -> None:
         log.close()
         close()
 
-    return log, close_both
+    return log, sizes, close_both
 
 
 def _nothing() -> None:
     """What there is to let go of a runner in this process."""
 
 
-def make_runner(config: EngineConfig, base: BaseModel, sizes: EngineLimits) -> Backend:
-    """Weights, pool and runner in this process. With `scrub`, the pool starts poisoned."""
+def make_runner(
+    config: EngineConfig, base: BaseModel, images: ImageSource | None = None
+) -> tuple[Backend, EngineLimits, Callable[[], None]]:
+    """Weights, pool and runner in this process, the sizes that follow, and what lets go of the device.
+
+    With `scrub`, the pool starts poisoned.
+    """
     import torch
+
+    folder = Path(config.model)
+    source = images or ImageStore(Path(config.host_dir or config.images_dir))
+    vocab = sampled_vocab(folder, base)
+    if config.device == "cuda":
+        from loraplex.runtime.cuda import cuda_runner
+
+        runner, sizes = cuda_runner(config, base, partial(engine_limits, config, base), source, vocab)
+        return runner, sizes, runner.close
 
     from loraplex.model.decoder import Decoder
     from loraplex.model.runner import ModelRunner, allocate_pool
     from loraplex.model.weights import dummy_weights, load_weights
 
-    folder, device = Path(config.model), torch.device(config.device)
-    dtype = getattr(torch, base.dtype.value)
+    device, dtype = torch.device(config.device), getattr(torch, base.dtype.value)
+    sizes = engine_limits(config, base)
     if config.load_format == "dummy":
         weights = dummy_weights(base.spec, dtype, device)
     else:
         weights = load_weights(folder, base.spec, dtype, device)
     decoder = Decoder(base.spec, weights, sizes.max_model_len)
     pool = allocate_pool(sizes.num_pages, sizes.kv.page_bytes, device, poison=config.scrub)
-    return ModelRunner(
-        decoder,
-        sizes.kv,
-        sizes.bounds,
-        ImageStore(Path(config.host_dir or config.images_dir)),
-        sampled_vocab=sampled_vocab(folder, base),
-        pool=pool,
+    return (
+        ModelRunner(decoder, sizes.kv, sizes.bounds, source, sampled_vocab=vocab, pool=pool),
+        sizes,
+        _nothing,
     )
 
 
-def engine_limits(config: EngineConfig, base: BaseModel) -> EngineLimits:
-    """Sizes of an engine, derived where the configuration leaves them open."""
+def engine_limits(config: EngineConfig, base: BaseModel, pool_bytes: int | None = None) -> EngineLimits:
+    """Sizes of an engine, derived where the configuration leaves them open.
+
+    pool_bytes: what the pool gets where the configuration does not say, a measured figure or the CPU's default.
+    """
     kv, on_cpu = base.kv, config.device == "cpu"
-    pool_gb = config.pool_gb if config.pool_gb is not None else DEFAULT_POOL_GB_CPU
-    pages = int(pool_gb * GIB) // kv.page_bytes
+    if config.pool_gb is None and pool_bytes is None and not on_cpu:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            "a model in a process of its own on cuda needs pool_gb: its memory is not seen from here",
+            param="pool_gb",
+        )
+    if config.pool_gb is not None or pool_bytes is None:
+        pool_bytes = int((config.pool_gb if config.pool_gb is not None else DEFAULT_POOL_GB_CPU) * GIB)
+    pages = pool_bytes // kv.page_bytes
     if pages < 2:
         raise CallerError(
             ErrorCode.CONFIG_INVALID,
-            f"a pool of {pool_gb} GiB holds {pages} pages of {kv.page_bytes} bytes; at least 2 are needed",
+            f"a pool of {pool_bytes / GIB:.3g} GiB holds {pages} pages of {kv.page_bytes} bytes; at least 2 are needed",
             param="pool_gb",
         )
     longest = base.spec.max_positions

@@ -55,10 +55,9 @@ REPORT_DECODER: Final[msgspec.msgpack.Decoder[WorkerReport]] = msgspec.msgpack.D
 
 def build_runner(config: EngineConfig) -> Backend:
     """The model's runner, as an engine would have it in its own process."""
-    from loraplex.runtime.build import describe_model, engine_limits, make_runner
+    from loraplex.runtime.build import describe_model, make_runner
 
-    base = describe_model(config)
-    return make_runner(config, base, engine_limits(config, base))
+    return make_runner(config, describe_model(config))[0]
 
 
 def _build(start: WorkerStart) -> Backend:

@@ -217,12 +217,13 @@ async def put_limits(call: Call) -> None:
 
 
 async def load_lora_adapter(call: Call) -> None:
-    """vLLM's call: register a new name. One that is taken is refused; PUT swaps."""
+    """vLLM's call: register a new name. One that is taken is refused unless it is to be replaced; then it is swapped."""
     call.caller.require_admin()
     request = decode(await call.exchange.body(), LoadLoraAdapter)
     call.service.require_ready()
     source = local_source(request.lora_path, call.service.config.adapter_dirs)
-    revision = await call.service.adapters.add(request.lora_name, source, tenant=call.caller.tenant)
+    change = call.service.adapters.put if request.load_inplace else call.service.adapters.add
+    revision = await change(request.lora_name, source, tenant=call.caller.tenant)
     call.exchange.facts["model"] = revision.name
     await _success(call, f"Success: LoRA adapter '{revision.alias}' added successfully.")
 

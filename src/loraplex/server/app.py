@@ -122,7 +122,9 @@ def create_app(service: Service) -> AsgiApp:
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await _exchange(site, Exchange(scope, receive, send))
+            exchange = Exchange(scope, receive, send)
+            with service.exchanging(exchange):
+                await _exchange(site, exchange)
 
     return app
 

@@ -141,10 +141,12 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class LoadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/load_lora_adapter."""
+    """POST /v1/load_lora_adapter. load_inplace: a name that is taken gets a new revision instead of a refusal."""
 
     lora_name: str
     lora_path: str
+    load_inplace: bool | None = None
+    is_3d_lora_weight: Unsupported | UnsetType = UNSET
 
 
 class UnloadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

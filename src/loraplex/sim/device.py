@@ -287,6 +287,10 @@ class VirtualDevice:
         self.frontier[plan.requests[:, 0]] = plan.requests[:, 6] + 1
         self.sampled[plan.generation] = tokens
         self.sampled.pop(plan.generation - 2, None)
+        return self.result_of(plan, tokens)
+
+    def result_of(self, plan: BatchPlan, tokens: I32) -> StepResult:
+        """What the plan's rows gave, without log probabilities. tokens: [S]."""
         bad = plan.generation in self.faults.nan_plans and len(plan.requests) > 0
         return StepResult(
             generation=plan.generation,

@@ -38,11 +38,17 @@ class Histories:
 class AttentionBatch(Protocol):
     """Attention of one step."""
 
+    @property
+    def rotates(self) -> bool:
+        """Whether `run` rotates q and k itself; else it gets them rotated."""
+        ...
+
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Append k and v at the rows' positions, then attend causally inside each request.
 
-        q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim], rotated; rows may be strided, heads are contiguous.
-        Returns [T, heads, head_dim].
+        q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; rows may be strided, heads are contiguous, and all three
+        are slices of one [T, heads + 2 * kv_heads, head_dim]. q and k may be rotated in place. Returns
+        [T, heads, head_dim].
         """
         ...
 

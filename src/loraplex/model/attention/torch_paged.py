@@ -121,6 +121,8 @@ class _Work:
 class TorchPagedBatch:
     """One step's attention; made by `TorchPagedAttention.begin`."""
 
+    rotates: Final = False
+
     def __init__(self, owner: TorchPagedAttention, histories: Histories) -> None:
         self._owner, self._histories = owner, histories
         self._device, self._dtype = owner.rows.device, owner.rows.dtype
