@@ -10,6 +10,7 @@ BENCH ?= decode
 BIN := .venv/bin
 RUNTIME := .venv/.stamp-runtime
 DEV := .venv/.stamp-dev
+SERVICES := .venv/.stamp-services
 SETUP_INPUTS := pyproject.toml constraints/cpu.txt tools/setup_venv.py
 
 # One thread for each of the two test workers; torch would otherwise start one per core in both.
@@ -31,17 +32,22 @@ $(DEV): $(RUNTIME)
 	@$(BIN)/python tools/setup_venv.py dev
 	@touch $@
 
+# PostgreSQL for the catalog's tests; where it cannot be installed, they are skipped.
+$(SERVICES): $(RUNTIME) tools/setup_services.py
+	@$(BIN)/python tools/setup_services.py
+	@touch $@
+
 setup: $(RUNTIME)
 setup-dev: $(DEV)
 
 serve: $(RUNTIME)
 	$(BIN)/loraplex serve --demo --adapter-dir demo/adapters --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(DEV)
+test: $(DEV) $(SERVICES)
 	$(PYTEST) -m "not gpu and not long" $(ARGS)
 
 # pytest's exit status 5 means that nothing was collected: there is always a long test, so that is a fault.
-test-long: $(DEV)
+test-long: $(DEV) $(SERVICES)
 	@rc=0; $(PYTEST) -m "long and not gpu" $(ARGS) || rc=$$?; \
 	if [ $$rc -eq 5 ]; then echo "test-long: no test was collected; a long test must exist (or ARGS selects none)" >&2; fi; \
 	exit $$rc

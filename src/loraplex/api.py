@@ -16,7 +16,8 @@ from typing import Any, Self
 import numpy as np
 from msgspec.structs import replace as with_fields
 
-from loraplex.catalog.memory import AdapterCatalog, Revision
+from loraplex.catalog.adapters import AdapterCatalog, Revision
+from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, error_for
 from loraplex.core.messages import (
@@ -38,7 +39,7 @@ from loraplex.runtime.clock import MonotonicClock
 from loraplex.runtime.controls import ResidencyControls
 from loraplex.runtime.images import ImageStore
 from loraplex.runtime.local import LocalMailbox, NullSink, run_now
-from loraplex.runtime.prepare import PreparedAdapter, prepare_adapter
+from loraplex.runtime.prepare import PreparedAdapter, prepare_source
 from loraplex.runtime.sampling import engine_sampling
 from loraplex.runtime.text import Detokenizer, TextCodec, load_tokenizer
 
@@ -106,7 +107,7 @@ class _Open:
 class LLM:
     """A base model with adapters, in this process.
 
-    model: folder with config.json, safetensors and, for text, a tokenizer. adapters: alias -> PEFT folder. device:
+    model: folder with config.json, safetensors and, for text, a tokenizer. adapters: alias -> PEFT folder or remote source. device:
     "cpu" or "cuda". dtype: "auto", "float32", "bfloat16" or "float16". pool_gb: page pool in GiB. Further keywords are
     those of `config.EngineConfig`. Raises typed `LoraplexError`s. Use as a context manager, or call `close`.
     """
@@ -144,7 +145,9 @@ class LLM:
             self._images_dir.cleanup()
             raise
         self._store = ImageStore(Path(self._images_dir.name))
+        self._artifacts = ArtifactStore(artifacts_folder(), DEFAULT_STORE_BYTES)
         self._catalog = AdapterCatalog()
+        self._kernels: dict[str, str] = {}
         self._controls = ResidencyControls(self)
         self._open: dict[str, _Open] = {}
         self._replies: dict[int, Reply] = {}
@@ -168,6 +171,7 @@ class LLM:
     def close(self) -> None:
         """Let go of the model and of temporary files; further calls are errors."""
         self._built.close()
+        self._catalog.close()
         self._images_dir.cleanup()
 
     @property
@@ -178,11 +182,9 @@ class LLM:
     # Adapters
 
     def add_adapter(self, alias: str, source: str | Path) -> dict[str, Any]:
-        """Register the PEFT folder `source` as `alias`; what was applied, or a typed error."""
+        """Register the adapter in `source`, a PEFT folder or a remote source, as `alias`; what was applied, or a typed error."""
         self._catalog.check_new(alias)
-        prepared = prepare_adapter(source, self._built.base, self._store)
-        self._controls.require_not_revoked(prepared.identity.semantic)
-        self._call(prepared.register)
+        prepared = self._prepare(source)
         return self._describe(self._catalog.add(alias, str(source), prepared))
 
     def swap_adapter(
@@ -192,12 +194,8 @@ class LLM:
 
         `pool_exhausted` where the pool has no room for both revisions; drain: ask for none beside the old one.
         """
-        self._catalog.check_swap(
-            alias, expected
-        )  # before the engine hears of it: a refusal leaves nothing there
-        prepared = prepare_adapter(source, self._built.base, self._store)
-        self._controls.require_not_revoked(prepared.identity.semantic)
-        self._call(prepared.register)
+        self._catalog.check_swap(alias, expected)  # first: a refusal leaves nothing with the engine
+        prepared = self._prepare(source)
         return self._describe(run_now(self._swap(alias, str(source), prepared, expected, drain=drain)))
 
     async def _swap(
@@ -241,9 +239,8 @@ class LLM:
     def revoke_adapter(self, alias: str) -> None:
         """Take away every name of what `alias` stands for; it is never registered again here."""
         key = self._catalog.current(alias).key
-        for revision in [revision for revision in self._catalog if revision.key == key]:
-            self._catalog.remove(revision.alias)
-            self._store.delete(revision.prepared.register.kernel_digest)
+        self._catalog.revoke(key)
+        self._store.delete(self._kernels.pop(key))
         run_now(self._controls.revoke(key))
 
     def set_limits(
@@ -271,10 +268,18 @@ class LLM:
         """The engine's figures: pages, requests, residency."""
         return self._call(Inspect(0))
 
+    def _prepare(self, source: str | Path) -> PreparedAdapter:
+        """Read an adapter and have the engine know it."""
+        prepared = prepare_source(source, self._built.base, self._store, self._artifacts)
+        self._controls.require_not_revoked(prepared.identity.semantic)
+        self._call(prepared.register)
+        self._kernels[prepared.identity.semantic] = prepared.register.kernel_digest
+        return prepared
+
     def _forget(self, revision: Revision) -> None:
         if not self._catalog.shares(revision.key):
             self._call(RemoveAdapter(0, revision.key))
-            self._store.delete(revision.prepared.register.kernel_digest)
+            self._store.delete(self._kernels.pop(revision.key))
 
     def _describe(self, revision: Revision) -> dict[str, Any]:
         return revision.describe(self.inspect())

@@ -11,16 +11,44 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from loraplex import __version__
 from loraplex.bench.commands import bench_app
-from loraplex.config import DEFAULT_DRAIN_S, ServeConfig, parse_adapter
+from loraplex.catalog.commands import catalog_app
+from loraplex.config import DEFAULT_DRAIN_S, DEFAULT_STORE_GB, ServeConfig, parse_adapter
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, Root
 from loraplex.server.remote import RemoteServer
+
+if TYPE_CHECKING:
+    from loraplex.artifact.verify import Verification
+
+AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
+AdapterOption = Annotated[
+    tuple[str, ...],
+    Parameter(
+        negative="",
+        help="NAME=SOURCE: serve the adapter in SOURCE, a folder or s3://, hf:// and others, as NAME.",
+    ),
+]
+RootOption = Annotated[
+    tuple[str, ...],
+    Parameter(
+        negative="",
+        help="Serve each adapter folder in it; the only place that clients may load from. Or a URL prefix.",
+    ),
+]
+CatalogOption = Annotated[
+    str | None,
+    Parameter(
+        help="Where names and revisions are kept: sqlite:////PATH or postgresql://...; else until the end."
+    ),
+]
+StoreOption = Annotated[float, Parameter(help="Most of the disk that downloaded adapters may take, in GiB.")]
 
 app = App(
     name="loraplex",
@@ -30,6 +58,7 @@ app = App(
 )
 adapters_app = App(name="adapters", help="Adapters of a running server.")
 app.command(adapters_app)
+app.command(catalog_app)
 app.command(bench_app)
 
 
@@ -48,15 +77,8 @@ def serve(
     demo: Annotated[
         bool, Parameter(negative="", help="Serve the demo model, SmolLM2-135M-Instruct.")
     ] = False,
-    adapter: Annotated[
-        tuple[str, ...], Parameter(negative="", help="NAME=FOLDER: serve the adapter in FOLDER as NAME.")
-    ] = (),
-    adapter_dir: Annotated[
-        tuple[str, ...],
-        Parameter(
-            negative="", help="Serve each adapter folder in it; the only place that clients may load from."
-        ),
-    ] = (),
+    adapter: AdapterOption = (),
+    adapter_dir: RootOption = (),
     host: Annotated[str, Parameter(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Parameter(help="Port to listen on.")] = 8000,
     device: Annotated[Literal["cpu", "cuda"], Parameter(help="Where the model runs.")] = "cpu",
@@ -75,7 +97,8 @@ def serve(
     expose_without_keys: Annotated[
         bool, Parameter(negative="", help="Listen beyond loopback although there are no keys.")
     ] = False,
-    catalog: Annotated[str | None, Parameter(help="Catalog URL; in memory for now.")] = None,
+    catalog: CatalogOption = None,
+    store_gb: StoreOption = DEFAULT_STORE_GB,
     load_format: Annotated[
         Literal["auto", "dummy"], Parameter(help="dummy: random weights, only config.json is read.")
     ] = "auto",
@@ -95,8 +118,6 @@ def serve(
         raise _unsupported("--tensor-parallel", tensor_parallel)
     if policy != "fcfs":
         raise _unsupported("--policy", policy)
-    if catalog is not None:
-        raise _unsupported("--catalog", catalog)
     config = ServeConfig(
         model=model,
         demo=demo,
@@ -109,6 +130,8 @@ def serve(
         pool_gb=pool_gb,
         max_model_len=max_model_len,
         load_format=load_format,
+        catalog=catalog,
+        store_gb=store_gb,
         api_key_file=api_key_file,
         expose_without_keys=expose_without_keys,
         log_level=log_level,
@@ -138,7 +161,6 @@ def run_server(config: ServeConfig) -> int:
 
 Url = Annotated[str, Parameter(name="--url", env_var="LORAPLEX_URL", help="Where the server is.")]
 Key = Annotated[str | None, Parameter(name="--api-key", env_var="LORAPLEX_API_KEY", help="Key to present.")]
-AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print the server's JSON.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -199,6 +221,12 @@ def remove(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> Non
     print(f"{alias} is removed")
 
 
+@app.command
+def provenance(request_id: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
+    """Show what answered a request as JSON: base, artifact, kernel and binding digests, attempt, generations."""
+    print(json.dumps(RemoteServer(url, api_key).provenance(request_id), indent=2))
+
+
 @adapters_app.command
 def pin(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
     """Keep ALIAS on the device, whatever it stands for."""
@@ -245,53 +273,91 @@ def _print_applied(item: dict[str, Any]) -> None:
 
 @app.command
 def verify(
-    adapter: Path,
+    adapter: str,
     /,
     *,
     base: Path,
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
     page_tokens: int = 16,
+    manifest: Path | None = None,
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Read an adapter as a server would, and print what it is or why it is refused.
 
     Parameters
     ----------
-    adapter: PEFT folder.
+    adapter: PEFT folder, or a remote source (s3://, hf://OWNER/NAME@COMMIT, ...), which is downloaded.
     base: folder of the base model.
     dtype: element type that the server would use.
     page_tokens: positions in a page, which sets the page's size.
+    manifest: file with a manifest that the adapter must have, as --json printed it, or that of a whole launch.
     as_json: print JSON.
     """
+    from loraplex.artifact.verify import check_same, refusal_record
+
+    try:
+        expected = None if manifest is None else _read_manifest(manifest)
+        found = _verified(adapter, base, dtype, page_tokens, quiet=as_json)
+        if expected is not None:
+            check_same(expected, found.manifest)
+    except LoraplexError as error:
+        if not as_json:
+            raise
+        print(json.dumps(refusal_record(error), indent=2))
+        return 2 if error.root is Root.CALLER else 1
+    print(json.dumps(found.record(), indent=2) if as_json else "\n".join(found.lines()))
+    return 0
+
+
+def _read_manifest(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID, f"{path} cannot be read: {error.strerror}", param="manifest"
+        ) from error
+
+
+def _verified(adapter: str, base: Path, dtype: str, page_tokens: int, *, quiet: bool) -> Verification:
+    """What a server would find, with a line of progress on a terminal."""
     from loraplex.artifact.checkpoint import CheckpointTensors
     from loraplex.artifact.tensors import Dtype
-    from loraplex.artifact.verify import refusal_record, verify_adapter
+    from loraplex.artifact.verify import verify_adapter
+    from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
+    from loraplex.catalog.sources import LocalSource, parse_source
     from loraplex.core.layout import Geometry, PageGeometry
     from loraplex.model.spec import spec_from_config
     from loraplex.runtime.base import base_identity, base_modules, hash_weights, read_config
     from loraplex.runtime.prepare import EXECUTABLE
 
+    def progress(done: int, total: int) -> None:
+        end = "\n" if done == total else ""
+        print(f"\r{done >> 20} of {total >> 20} MiB read and hashed", end=end, file=sys.stderr, flush=True)
+
     element = Dtype(dtype)
-    try:
-        spec = spec_from_config(read_config(base))
-        modules = base_modules(spec)
-        page_bytes = spec.kv_shape(element.itemsize, page_tokens).page_bytes
-        found = verify_adapter(
-            adapter,
+    spec = spec_from_config(read_config(base))
+    modules = base_modules(spec)
+    source = parse_source(adapter)
+    with ExitStack() as stack:
+        if isinstance(source, LocalSource):
+            folder = source.folder
+        else:
+            store = ArtifactStore(artifacts_folder(), DEFAULT_STORE_BYTES)
+            folder, _ = stack.enter_context(store.reading(source))
+        return verify_adapter(
+            folder,
             modules,
             base_identity(spec, modules, hash_weights(base)),
-            PageGeometry(Geometry.RANK_ROWS, element.itemsize, row_page_bytes=page_bytes),
+            PageGeometry(
+                Geometry.RANK_ROWS,
+                element.itemsize,
+                row_page_bytes=spec.kv_shape(element.itemsize, page_tokens).page_bytes,
+            ),
             element,
             base_tensors=CheckpointTensors(base, modules),
             supported=EXECUTABLE,
+            progress=progress if sys.stderr.isatty() and not quiet else None,
         )
-    except LoraplexError as error:
-        if not as_json:
-            raise
-        print(json.dumps(refusal_record(error), indent=2))
-        return 2
-    print(json.dumps(found.record(), indent=2) if as_json else "\n".join(found.lines()))
-    return 0
 
 
 @app.command

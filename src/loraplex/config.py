@@ -84,15 +84,17 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 LOOPBACK_NAMES = ("localhost",)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_DRAIN_S = 30.0
+DEFAULT_STORE_GB = 32.0
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `loraplex serve` was asked for. `engine` makes the engine's part of it.
 
     model: folder or GGUF file; None with demo. adapters: (alias, source). adapter_dirs: folders whose subfolders are
-    registered, and the only places that remote callers may load from. api_key_file: without one, only loopback.
-    expose_without_keys: listen elsewhere all the same. log_prompts: prompts may stand in the log. host_gb: adapter images
-    in host memory, in GiB. drain_s: how long open requests may go on after SIGTERM.
+    registered, and the only places that remote callers may load from; also URL prefixes. catalog: URL of its database,
+    None for one that ends with the server. store_gb: limit of the store of downloaded adapters, GiB. api_key_file:
+    without one, only loopback. expose_without_keys: listen elsewhere all the same. log_prompts: prompts may stand in the
+    log. host_gb: adapter images in host memory, in GiB. drain_s: how long open requests may go on after SIGTERM.
     """
 
     model: str | None = None
@@ -106,6 +108,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pool_gb: float | None = None
     max_model_len: int | None = None
     load_format: str = "auto"
+    catalog: str | None = None
+    store_gb: float = DEFAULT_STORE_GB
     api_key_file: str | None = None
     expose_without_keys: bool = False
     log_level: str = "info"
@@ -124,6 +128,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise _invalid(
                 "drain_s", f"drain_s must be at least 0 seconds and below a day, got {self.drain_s}"
             )
+        if not 0 < self.store_gb < 1 << 20:
+            raise _invalid("store_gb", f"store_gb must be above 0, got {self.store_gb}")
         names = [alias for alias, _ in self.adapters]
         for alias in names:
             if names.count(alias) > 1:

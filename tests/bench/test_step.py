@@ -1,14 +1,24 @@
-"""The step benchmark runs what it says, and its report has every part."""
+"""The benchmark of a step reaches its steady state and counts every request."""
 
 from __future__ import annotations
 
 import json
 
-from loraplex.bench.step import PARTS, as_json, run_steps
+from loraplex.bench.step import PARTS, StepBench, as_json, run_steps
 
 
-def test_a_small_run() -> None:
+def test_everybody_who_fits_decodes_and_the_others_wait() -> None:
+    bench = StepBench(running=8, waiting=5, adapters=3, steps=4)
+    row = bench.measure()
+    assert (row.running, row.waiting, row.adapters) == (8, 5, 3)
+    assert row.step_ms > 0
+    state = bench.engine.state
+    assert len(state.by_slot) == 8
+    assert len(state.queue) == 5
+    assert json.loads(as_json([row], 4))["rows"][0]["running"] == 8
+
+
+def test_the_report_has_every_call_of_a_step() -> None:
     rows = run_steps(3, cases=((4, 0, 0), (6, 10, 3)))
     assert [(row.running, row.waiting, row.adapters) for row in rows] == [(4, 0, 0), (6, 10, 3)]
     assert all(tuple(row.parts_ms) == PARTS for row in rows)
-    assert len(json.loads(as_json(rows, 3))["rows"]) == 2

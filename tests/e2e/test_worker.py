@@ -15,6 +15,7 @@ from loraplex.core.errors import CallerError, ErrorCode, InternalFault
 from loraplex.core.plan import StepResult
 from loraplex.runtime.build import describe_model, engine_limits, make_runner
 from loraplex.runtime.worker import PlanLog, read_log, replay
+from loraplex.runtime.worker_process import build_runner
 
 pytestmark = pytest.mark.e2e
 
@@ -42,6 +43,21 @@ def test_a_worker_that_cannot_load_its_model_says_why(tmp_path: Path, root: Path
     with pytest.raises(CallerError) as caught:
         LLM(tmp_path / "base", backend="process", pool_gb=0.01)
     assert caught.value.code is ErrorCode.MODEL_WEIGHTS_INVALID
+
+
+def test_a_worker_that_is_told_the_base_does_not_hash_its_weights_again(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[Path] = []
+    monkeypatch.setattr(
+        "loraplex.runtime.base.hash_weights", lambda folder: hashed.append(folder) or "0" * 64
+    )
+    config = EngineConfig(model=str(root / "base"), images_dir=str(tmp_path), dtype="float32", pool_gb=0.01)
+    build_runner(config, "a" * 64)
+    assert hashed == []
+    assert describe_model(config, "a" * 64).abi == "a" * 64
+    describe_model(config)
+    assert hashed == [root / "base"]
 
 
 @pytest.mark.parametrize("depth", [0, 1])

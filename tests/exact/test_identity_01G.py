@@ -80,13 +80,13 @@ def write(
     return folder
 
 
-def launch(artifact: Artifact, *, slot_generation: int = 11) -> RuntimeManifest:
+def launch(artifact: Artifact, *, slot_generation: int = 11, abi: BaseAbi = ABI) -> RuntimeManifest:
     """req-17, attempt 0, bound to the artifact, published in worker slot 3."""
-    record = artifact_record(artifact, ABI.digest)
-    kernels = kernels_of(artifact, PAGES, Dtype.BFLOAT16, ABI.digest, RANKS)
-    adapter = adapter_manifest(ABI, record, artifact.invocation_tokens, kernels)
+    record = artifact_record(artifact, abi.digest)
+    kernels = kernels_of(artifact, PAGES, Dtype.BFLOAT16, abi.digest, RANKS)
+    adapter = adapter_manifest(abi, record, artifact.invocation_tokens, kernels)
     request = RequestBinding(
-        namespace="tenant-a", request_id="req-17", attempt=0, lineage="req-17", base=ABI.digest,
+        namespace="tenant-a", request_id="req-17", attempt=0, lineage="req-17", base=abi.digest,
         semantic=adapter.semantic_sha256, policy=digest({"temperature": "0"}),
     )  # fmt: skip
     slot = SlotBinding(
@@ -94,7 +94,7 @@ def launch(artifact: Artifact, *, slot_generation: int = 11) -> RuntimeManifest:
         semantic=adapter.semantic_sha256, kernel=adapter.kernel_sha256[1],
     )  # fmt: skip
     cache = CacheAbi(
-        base=ABI.digest, dtype="bfloat16", layout="page-major", page_tokens=16, layers=1, kv_heads=1, head_dim=8,
+        base=abi.digest, dtype="bfloat16", layout="page-major", page_tokens=16, layers=1, kv_heads=1, head_dim=8,
         position="rope:default:10000", visibility="causal", shard=(1, 2),
     )  # fmt: skip
     vector = GenerationVector(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 from collections.abc import Sequence
@@ -126,10 +127,11 @@ def test_ten_thousand_requests_without_growth(root: Path) -> None:
         for _ in range(20):
             llm.generate(prompts, names, params)
             torch.cuda.synchronize()
+            gc.collect()  # what earlier engines left in cycles must not hide growth
             marks.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        assert marks[4][0] == marks[-1][0]
-        assert marks[4][1] == marks[-1][1]
+        assert marks[-1][0] <= marks[4][0]
+        assert marks[-1][1] <= marks[4][1]
         llm.generate(prompts, names, params)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 64 << 10
         llm._built.engine.check()

@@ -18,7 +18,7 @@ PAGES, PAGE_BYTES = 64, 1 << 20
 
 def test_pages_arrive_and_are_summed_where_they_lie() -> None:
     from loraplex.core.ids import Module
-    from loraplex.core.layout import AdapterImage, page_checksum
+    from loraplex.core.layout import EXTENT_COLUMNS, MODULE_COLUMNS, AdapterImage, page_checksum
     from loraplex.model.copies import Copy
     from loraplex.model.stream_copies import StreamCopies
     from loraplex.ops.dims import ModuleDims
@@ -31,7 +31,7 @@ def test_pages_arrive_and_are_summed_where_they_lie() -> None:
     images = []
     for slot in range(1, 5):
         data = rng.integers(0, 256, (10, PAGE_BYTES), dtype=np.uint8)
-        empty = np.zeros((0, 4), dtype=np.int32), np.zeros((0, 9), dtype=np.int32)
+        empty = np.zeros((0, MODULE_COLUMNS), dtype=np.int32), np.zeros((0, EXTENT_COLUMNS), dtype=np.int32)
         images.append(AdapterImage("ab" * 32, f"{slot:02x}" * 32, 2, *empty, data, page_checksum(data)))
     torn = replace(images[3], checksums=images[3].checksums ^ 1)
     placed = rng.permutation(np.arange(1, PAGES))[:40].astype(np.int32).reshape(4, 10)

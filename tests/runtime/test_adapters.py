@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 from tests.artifact.tiny import tiny_model, write_lora
+from tests.runtime.deadly import die
 
 from loraplex.artifact.identify import AdapterIdentity
 from loraplex.artifact.tensors import Dtype
-from loraplex.catalog.memory import AdapterCatalog
+from loraplex.catalog.adapters import AdapterCatalog
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.messages import RegisterAdapter, RemoveAdapter
+from loraplex.identity.digests import ALWAYS_ON, semantic_abi
+from loraplex.runtime import prepare_pool
 from loraplex.runtime.adapters import AdapterService
 from loraplex.runtime.base import describe_base
 from loraplex.runtime.images import ImageStore
@@ -54,8 +57,15 @@ class Engine:
         return {"pages": {"page_bytes": 1}, "adapters": []}
 
 
-def key(source: str) -> str:
+BASE_ABI = "ba5e" * 16
+
+
+def artifact(source: str) -> str:
     return hashlib.sha256(source.partition("#")[0].encode()).hexdigest()
+
+
+def key(source: str) -> str:
+    return semantic_abi(BASE_ABI, artifact(source), ALWAYS_ON)
 
 
 class Preparing:
@@ -67,7 +77,7 @@ class Preparing:
         await self.gate.wait()
         name = key(source)
         return PreparedAdapter(
-            AdapterIdentity("b", "a", name), "lora", (1,), ("q",), 1, 1, 1, 1, 1, "",
+            AdapterIdentity(BASE_ABI, artifact(source), name), "lora", (1,), ("q",), 1, 1, 1, 1, 1, "",
             RegisterAdapter(0, name, name, 1, ((1, 1),), (0,), 1),
         )  # fmt: skip
 
@@ -246,7 +256,9 @@ def _write_base(folder: Path) -> Path:
     return folder
 
 
-def test_preparation_in_a_process_equals_preparation_here(tmp_path: Path) -> None:
+def test_preparation_in_a_process_equals_preparation_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "base").mkdir()
     base = describe_base(_write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
     adapter = write_lora(tmp_path / "adapter")
@@ -262,12 +274,15 @@ def test_preparation_in_a_process_equals_preparation_here(tmp_path: Path) -> Non
             await pool(str(tmp_path / "nothing"))
         assert caught.value.code is ErrorCode.ADAPTER_SOURCE_MISSING
         assert pool._pool is not None
-        for process in list(pool._pool._processes.values()):
-            process.kill()
-            process.join()
+        (process,) = pool._pool._processes.values()
+        process.kill()
+        process.join()
+        assert await pool(str(adapter)) == prepared  # begun again in another child
+        monkeypatch.setattr(prepare_pool, "_prepare", die)
         with pytest.raises(InternalFault) as fault:
-            await pool(str(adapter))
+            await pool(str(adapter))  # every child dies of it
         assert fault.value.code is ErrorCode.ADAPTER_LOAD_FAILED
+        monkeypatch.undo()
         assert await pool(str(adapter)) == prepared
 
     try:

@@ -12,7 +12,7 @@ import pytest
 from tests.engine.rig import Rig
 from tests.runtime.test_images import make_image, same
 
-from loraplex.core.layout import AdapterImage, page_checksum
+from loraplex.core.layout import EXTENT_COLUMNS, MODULE_COLUMNS, AdapterImage, page_checksum
 from loraplex.core.ports import Fetched
 from loraplex.engine.step import Engine
 from loraplex.runtime import loader as loader_module
@@ -109,7 +109,7 @@ def test_an_engine_survives_the_death_of_its_loader(tmp_path: Path) -> None:
     rig = Rig()
     disk = ImageStore(tmp_path / "disk")
     pages = np.arange(2 * 32, dtype=np.uint8).reshape(2, 32)
-    empty = np.zeros((0, 4), dtype=np.int32), np.zeros((0, 9), dtype=np.int32)
+    empty = np.zeros((0, MODULE_COLUMNS), dtype=np.int32), np.zeros((0, EXTENT_COLUMNS), dtype=np.int32)
     disk.put(AdapterImage("ab" * 32, rig.kernel_digest("a"), 4, *empty, pages, page_checksum(pages)))
     loader = Killed(tmp_path / "disk", tmp_path / "host")
     rig.engine = Engine(rig.limits, rig.device, rig.mailbox, rig.clock, rig.log, loader=loader)

@@ -16,7 +16,8 @@ from openai import AsyncOpenAI
 from tests.runtime.tiny_text import byte_codec
 
 from loraplex.artifact.identify import AdapterIdentity
-from loraplex.catalog.memory import AdapterCatalog
+from loraplex.catalog.adapters import AdapterCatalog
+from loraplex.catalog.requests import RequestLog
 from loraplex.config import ServeConfig
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
 from loraplex.core.messages import (
@@ -32,11 +33,13 @@ from loraplex.core.messages import (
     TokenLogprobs,
     Tokens,
 )
+from loraplex.identity.digests import ALWAYS_ON, semantic_abi
 from loraplex.runtime.adapters import AdapterService
 from loraplex.runtime.client import RequestGroup
 from loraplex.runtime.prepare import PreparedAdapter
 from loraplex.runtime.text import TextCodec
 from loraplex.server.app import create_app
+from loraplex.server.provenance import Provenance
 from loraplex.server.service import Phase, Service
 
 BASE, MAX_LEN, BASE_ABI = "base-model", 200, "ba5e" * 16
@@ -165,6 +168,7 @@ class FakeEngine:
 class FakeSupervisor:
     def __init__(self) -> None:
         self.ready = True
+        self.restarts = 0
         self.info = {"max_model_len": MAX_LEN, "vocab_size": 300, "base_abi": BASE_ABI, "eos_token_ids": [1]}
 
     def require_ready(self) -> None:
@@ -178,9 +182,10 @@ async def prepare(source: str) -> PreparedAdapter:
     file = Path(source) / "weights"
     if not file.is_file():
         raise CallerError(ErrorCode.ADAPTER_SOURCE_MISSING, f"{source} has no adapter", param="source")
-    key = hashlib.sha256(file.read_bytes()).hexdigest()
+    artifact = hashlib.sha256(file.read_bytes()).hexdigest()
+    key = semantic_abi(BASE_ABI, artifact, ALWAYS_ON)
     return PreparedAdapter(
-        AdapterIdentity(BASE_ABI, key[::-1], key), "lora", (8,), ("q", "v"), 4, 4, 2, 8192, 1000, "4 of 4",
+        AdapterIdentity(BASE_ABI, artifact, key), "lora", (8,), ("q", "v"), 4, 4, 2, 8192, 1000, "4 of 4",
         RegisterAdapter(0, key, key, 2, ((8, 2),), (0, 2), 1000),
     )  # fmt: skip
 
@@ -201,9 +206,11 @@ class Front:
         self.adapters = AdapterService(self.engine, AdapterCatalog(frozenset({BASE})), prepare)
         self.supervisor = FakeSupervisor()
         settings = ServeConfig(model="m", adapter_dirs=(str(self.roots),), **config)
+        self.provenance = Provenance(RequestLog(self.adapters.catalog.store.database), self.adapters.off_loop)
         self.service = Service(
-            settings, BASE, codec, cast("Any", self.engine), cast("Any", self.supervisor), self.adapters
-        )
+            settings, BASE, codec, cast("Any", self.engine), cast("Any", self.supervisor), self.adapters,
+            self.provenance,
+        )  # fmt: skip
         self.service.phase = Phase.OPEN
         self.app = create_app(self.service)
         self.http = httpx.AsyncClient(

@@ -165,7 +165,8 @@ def test_sources_outside_the_roots_are_forbidden(tmp_path: Path) -> None:
             assert error_of(await put(front, "a", source)) == (403, "adapter_source_forbidden", "source"), (
                 source
             )
-        assert error_of(await put(front, "a", "s3://bucket/a"))[:2] == (400, "unsupported_option")
+        assert error_of(await put(front, "a", "ftp://host/a"))[:2] == (400, "unsupported_option")
+        assert error_of(await put(front, "a", "http://host/a"))[:2] == (403, "adapter_source_forbidden")
         assert (await put(front, "a", str(front.roots / "alias"))).json()["source"] == inside
         assert len(front.engine.of(RegisterAdapter)) == 1
 

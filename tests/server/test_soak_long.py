@@ -26,7 +26,7 @@ from tests.server.processes import run
 from tests.server.test_whole import BASE, Whole, whole
 from tests.server.tiny_server import write_adapter
 
-from loraplex.sim.device import expected_tokens
+from loraplex.sim.tokens import expected_tokens
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 

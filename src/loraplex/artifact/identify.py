@@ -33,11 +33,12 @@ _AXES: Final[dict[Role, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterIdentity:
-    """Digests of one artifact over one base: H_base, H_artifact, H_adapter_semantic."""
+    """Digests of one artifact over one base: H_base, H_artifact, H_adapter_semantic, and its activation policy's."""
 
     base: str
     artifact: str
     semantic: str
+    activation: str = ALWAYS_ON
 
 
 def artifact_record(artifact: Artifact, base_abi: str) -> ArtifactIdentity:
@@ -60,7 +61,7 @@ def identify(artifact: Artifact, base_abi: str) -> AdapterIdentity:
     content = artifact_record(artifact, base_abi).digest
     tokens = artifact.invocation_tokens
     policy = ALWAYS_ON if tokens is None else invocation_policy(tokens)
-    return AdapterIdentity(base_abi, content, semantic_abi(base_abi, content, policy))
+    return AdapterIdentity(base_abi, content, semantic_abi(base_abi, content, policy), policy)
 
 
 def _spec(module: AdaptedModule) -> ModuleSpec:

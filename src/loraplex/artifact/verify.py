@@ -21,10 +21,10 @@ from loraplex.artifact.manifest import manifest_of
 from loraplex.artifact.record import AdaptedModule, Artifact, Method
 from loraplex.artifact.source import Progress, weight_files
 from loraplex.artifact.tensors import Dtype
-from loraplex.core.errors import LoraplexError
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.layout import PageGeometry
 from loraplex.identity.digests import BaseAbi
-from loraplex.identity.manifest import AdapterManifest, check_adapter_manifest
+from loraplex.identity.manifest import AdapterManifest, check_adapter_manifest, decode_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,26 @@ def verify_adapter(
         file_bytes=sum(file.stat().st_size for file in weight_files(Path(path))),
         factor_bytes=manifest.ledger.shard_bytes[0],
     )
+
+
+def check_same(data: bytes, found: AdapterManifest) -> None:
+    """Raise unless the manifest in `data`, an adapter's or a whole launch's, holds and is that of the adapter found.
+
+    A manifest that does not hold raises the code of the invariant that it breaks (`identity_invalid`, `lease_mismatch`,
+    `stale_*`, ...); one of another adapter or base raises `adapter_source_changed` or `adapter_base_mismatch`. Kernel
+    ABIs are checked within the manifest; they follow a server's page size and element type, not the adapter.
+    """
+    expected = decode_manifest(data)
+    if expected.base_sha256 != found.base_sha256:
+        raise CallerError(
+            ErrorCode.ADAPTER_BASE_MISMATCH,
+            f"the manifest is for base {expected.base_sha256:.16}, this base is {found.base_sha256:.16}",
+        )
+    if expected.semantic_sha256 != found.semantic_sha256:
+        raise CallerError(
+            ErrorCode.ADAPTER_SOURCE_CHANGED,
+            f"the manifest is of artifact {expected.artifact_sha256:.16}, the files are {found.artifact_sha256:.16}",
+        )
 
 
 def refusal_record(error: LoraplexError) -> dict[str, Any]:

@@ -109,6 +109,37 @@ def decode(
 
 
 @bench_app.command
+def identity(
+    *,
+    mib: int = 80,
+    registrations: int = 1000,
+    names: int = 10_000,
+    repeats: int = 5,
+    json: Path | None = None,
+) -> None:
+    """Verify, hash and host-load an adapter beside sha256sum; publish many; look names up.
+
+    Parameters
+    ----------
+    mib: size of the adapter.
+    registrations: revisions published one after the other.
+    names: adapters among which names are looked up.
+    repeats: timed runs of each load, after one that fills caches.
+    json: also write the rows to this file.
+    """
+    from loraplex.bench.identity import IdentityOptions, as_json, line, run_identity
+
+    if min(mib, registrations, names, repeats) < 1:
+        raise CallerError(ErrorCode.CONFIG_INVALID, "every number must be at least 1")
+    options = IdentityOptions(mib, registrations, names, repeats)
+    rows = run_identity(options, print)
+    for row in rows:
+        print(line(row))
+    if json is not None:
+        json.write_text(as_json(options, rows) + "\n", encoding="utf-8")
+
+
+@bench_app.command
 def load(
     model: Path | None = None,
     /,

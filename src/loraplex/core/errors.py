@@ -75,6 +75,10 @@ class ErrorCode(StrEnum):
     ADAPTER_TOO_LARGE = "adapter_too_large"
     ADAPTER_LOAD_FAILED = "adapter_load_failed"
     ADAPTER_REVISION_CONFLICT = "adapter_revision_conflict"
+    ADAPTER_SOURCE_CHANGED = "adapter_source_changed"
+    ADAPTER_SOURCE_UNPINNED = "adapter_source_unpinned"
+    CATALOG_CONFLICT = "catalog_conflict"
+    REQUEST_NOT_FOUND = "request_not_found"
     ADAPTER_REVOKED = "adapter_revoked"
     # Capacity
     QUEUE_FULL = "queue_full"
@@ -85,8 +89,12 @@ class ErrorCode(StrEnum):
     ENGINE_UNAVAILABLE = "engine_unavailable"
     SHUTTING_DOWN = "shutting_down"
     DEADLINE_EXCEEDED = "deadline_exceeded"
+    CATALOG_UNAVAILABLE = "catalog_unavailable"
+    ADAPTER_SOURCE_UNAVAILABLE = "adapter_source_unavailable"
+    ARTIFACT_STORE_FULL = "artifact_store_full"
     # Ours: identity and launch
     IDENTITY_INVALID = "identity_invalid"
+    CATALOG_RECORD_INVALID = "catalog_record_invalid"
     GENERATION_NAMESPACE = "generation_namespace"
     STALE_REQUEST_GENERATION = "stale_request_generation"
     STALE_SLOT_GENERATION = "stale_slot_generation"
@@ -195,6 +203,10 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.ADAPTER_TOO_LARGE: _caller(400, "the empty pool could hold the adapter"),
     _E.ADAPTER_LOAD_FAILED: _ours("a verified artifact reaches the device unchanged"),
     _E.ADAPTER_REVISION_CONFLICT: _caller(409, "a swap replaces the revision that it expected"),
+    _E.ADAPTER_SOURCE_CHANGED: _caller(409, "the source still holds the artifact that the revision names"),
+    _E.ADAPTER_SOURCE_UNPINNED: _caller(400, "a source on a hub names one commit, not a branch or tag"),
+    _E.CATALOG_CONFLICT: _caller(409, "a change is made to the catalog generation that it expected"),
+    _E.REQUEST_NOT_FOUND: _caller(404, "the request was served here and its record is still kept"),
     _E.ADAPTER_REVOKED: _caller(410, "nothing runs or registers a revision that was revoked"),
     _E.QUEUE_FULL: _capacity(429, "waiting requests stay under the queue limit"),
     _E.POOL_EXHAUSTED: _capacity(429, "the page pool can be made to hold what the call needs"),
@@ -204,6 +216,10 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.ENGINE_UNAVAILABLE: _capacity(503, "the engine process is up and ready"),
     _E.SHUTTING_DOWN: _capacity(503, "the server accepts work until it drains"),
     _E.DEADLINE_EXCEEDED: _capacity(503, "a request with a deadline starts before it"),
+    _E.CATALOG_UNAVAILABLE: _capacity(503, "the catalog's database answers"),
+    _E.ADAPTER_SOURCE_UNAVAILABLE: _capacity(503, "the adapter's remote source answers"),
+    _E.ARTIFACT_STORE_FULL: _capacity(429, "adapters of current revisions fit into the artifact store"),
+    _E.CATALOG_RECORD_INVALID: _ours("a catalog record is whole and its digests follow from each other"),
     _E.IDENTITY_INVALID: _ours("a digest covers exactly the record that it names"),
     _E.GENERATION_NAMESPACE: _ours("generations are compared within one namespace only"),
     _E.STALE_REQUEST_GENERATION: _ours("a plan names the current incarnation of each request slot"),

@@ -272,6 +272,9 @@ class AdapterImage:
     checksums: npt.NDArray[np.int64]
 
 
+_WEIGHTS: Final = 2 * np.arange(CHECKSUM_BLOCK, dtype=np.int64) + 1
+
+
 def page_checksum(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     """Position-dependent checksum of each page, modulo 2^64; the device computes the same over its own bytes.
 
@@ -282,6 +285,7 @@ def page_checksum(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     sums = np.zeros(len(words), dtype=np.int64)
     for start in range(0, words.shape[1], CHECKSUM_BLOCK):
         block = words[:, start : start + CHECKSUM_BLOCK]
-        weights = 2 * np.arange(start, start + block.shape[1], dtype=np.int64) + 1
-        sums += (block * weights).sum(axis=1, dtype=np.int64)
+        # 2 (start + j) + 1 is 2 start and a weight that is the same in every block.
+        weighted = (block * _WEIGHTS[: block.shape[1]]).sum(axis=1, dtype=np.int64)
+        sums += weighted + 2 * start * block.sum(axis=1, dtype=np.int64)
     return sums

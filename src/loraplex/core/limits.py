@@ -35,6 +35,18 @@ MAX_TENSOR_NAME_CHARS: Final = 1_024
 MAX_ADAPTER_CONFIG_BYTES: Final = 4 << 20
 MAX_SAFETENSORS_HEADER_BYTES: Final = 100 << 20
 MAX_ALIAS_CHARS: Final = 128
+MAX_SOURCE_CHARS: Final = 4096
+MAX_ACTOR_CHARS: Final = 256
+
+# Request records
+MAX_REQUEST_RECORDS: Final = 1_000_000
+"""Records of served requests that a catalog keeps; older ones go first."""
+MAX_REQUEST_RECORDS_IN_MEMORY: Final = 2_000
+"""The same without a durable catalog: the records lie in the server's own memory, some 1.4 KB each."""
+MAX_REQUEST_RECORD_AGE_S: Final = 30 * 86_400
+MAX_ATTEMPTS_SHOWN: Final = 100
+MAX_UNWRITTEN_RECORDS: Final = 65_536
+"""Records that wait to be written; at this many, new ones are counted and dropped."""
 
 # Residency
 MAX_LOAD_ATTEMPTS: Final = 3

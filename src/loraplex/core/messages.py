@@ -149,13 +149,34 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     values: tuple[float, ...]
 
 
+class TokenBinding(msgspec.Struct, frozen=True, array_like=True):
+    """What a request's rows were bound to when a token was computed (0x01G).
+
+    slot, incarnation: of the request. adapter_slot, adapter_generation: 0 for the base. plan: the plan that computed it.
+    cache: generation of the committed KV frontier. sampled: tokens sampled before it. admission: counted from 1.
+    """
+
+    slot: int
+    incarnation: int
+    adapter_slot: int
+    adapter_generation: int
+    plan: int
+    cache: int
+    sampled: int
+    admission: int
+
+
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """New output tokens of a request, in order. prompt_logprobs: for prompt positions 1.., as they are computed."""
+    """New output tokens of a request, in order. prompt_logprobs: for prompt positions 1.., as they are computed.
+
+    binding: with the first token of each admission, what it was bound to.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    binding: TokenBinding | None = None
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):

@@ -9,7 +9,7 @@ import numpy as np
 
 from loraplex.core.errors import ErrorCode, InternalFault, error_for
 from loraplex.core.events import FirstToken, IterationCompleted, PlanDiscarded, StepFailed
-from loraplex.core.messages import TokenLogprobs, Tokens
+from loraplex.core.messages import TokenBinding, TokenLogprobs, Tokens
 from loraplex.core.packed import I32, bits_float
 from loraplex.core.plan import StepResult
 from loraplex.core.request import FinishReason
@@ -110,7 +110,9 @@ def _commit_tokens(
         if wanted[index] >= 0:
             logprobs = (_logprobs(result.logprob_indptr, result.logprob_ids, result.logprob_values, index),)
         prompt = tuple(scored.pop(record.slot, ())) if scored else ()
-        outbox.append(Tokens(record.request_id, (token,), logprobs, prompt))
+        outbox.append(
+            Tokens(record.request_id, (token,), logprobs, prompt, _binding(state, record, plan.generation))
+        )
         if (
             record.first_token
             and record.constraint is None
@@ -124,6 +126,18 @@ def _commit_tokens(
         owner = _live(state, slot)
         if owner is not None:
             state.outbox.append(Tokens(owner.request_id, (), (), tuple(entries)))
+
+
+def _binding(state: EngineState, record: RequestRecord, plan: int) -> TokenBinding | None:
+    """What the first token of an admission was bound to; None for later ones, which are bound to the same."""
+    if record.bound_admission == record.admissions:
+        return None
+    record.bound_admission = record.admissions
+    table, slot = state.table, record.slot
+    return TokenBinding(
+        slot, int(table.incarnation[slot]), int(table.adapter_slot[slot]), int(table.adapter_generation[slot]),
+        plan, int(table.committed_generation[slot]), record.outputs, record.admissions,
+    )  # fmt: skip
 
 
 def _live(state: EngineState, slot: int) -> RequestRecord | None:

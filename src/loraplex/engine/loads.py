@@ -39,11 +39,13 @@ def begin(
 
 
 def pump(state: EngineState) -> None:
-    """Start copies whose pages may be overwritten, in order of purpose, a few at a time."""
+    """Start copies whose pages may be overwritten, in order of purpose, a few at a time, one where rows run."""
     waiting = [job for job in state.loads.values() if not job.started]
     if not waiting:
         return
     room = limits.MAX_COPIES_IN_FLIGHT - (len(state.loads) - len(waiting))
+    if state.by_slot:
+        room = min(room, 1)  # a start reads the image's tables in the step's own time
     for job in sorted(waiting, key=lambda job: job.purpose):
         pages = job.transaction.adapter_pages
         fence = state.pool.fence_of(pages)

@@ -30,7 +30,8 @@ class RequestRecord:
     tokens: known tokens while it waits (prompt, after a preemption with its output). ticket: its place in the queue,
     given once. grammar: what its output must follow; constraint: how far it has come there, from its first admission on.
     load_attempts: loads for it that failed; a retry keeps everything else. scored: prompt positions whose log
-    probabilities were sent. preempting: its pages go as soon as nothing
+    probabilities were sent. admissions: how often it was admitted; bound_admission: the last of which a client knows
+    what it was bound to. preempting: its pages go as soon as nothing
     of it is in flight.
     """
 
@@ -52,6 +53,7 @@ class RequestRecord:
     scored: int = 0
     outputs: int = 0
     admissions: int = 0
+    bound_admission: int = 0
     skipped: int = 0
     load_attempts: int = 0
     preempting: bool = False

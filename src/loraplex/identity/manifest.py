@@ -239,6 +239,15 @@ def decode_runtime_manifest(data: bytes) -> RuntimeManifest:
     return manifest
 
 
+def decode_manifest(data: bytes) -> AdapterManifest:
+    """The adapter's manifest in a text of either kind, after every check of that kind."""
+    try:
+        whole = "adapter" in msgspec.json.decode(data, type=dict)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"the manifest cannot be read: {error}") from None
+    return decode_runtime_manifest(data).adapter if whole else decode_adapter_manifest(data)
+
+
 def _decode(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind, strict=True)

@@ -23,8 +23,8 @@ from loraplex.core.layout import AdapterImage
 from loraplex.core.packed import I32
 from loraplex.ops.table import AdapterTable
 
-PIECE_BYTES: Final = 2 << 20
-"""Bytes that a step with rows copies at most on a CPU: about 2 ms of one core, copy and checksum."""
+PIECE_BYTES: Final = 1 << 20
+"""Bytes that a step with rows copies at most on a CPU: about a millisecond of one core, copy and checksum."""
 IDLE_PIECE_BYTES: Final = 64 << 20
 """The same for a step without rows."""
 
@@ -70,6 +70,10 @@ class Copies(Protocol):
         """Wait until this copy, if it is under way, has ended."""
         ...
 
+    def close(self) -> None:
+        """Let go of the pool; copies under way are not reported any more."""
+        ...
+
 
 class SteppedCopies:
     """Copies of a CPU pool, in pieces."""
@@ -106,6 +110,10 @@ class SteppedCopies:
             if (copy.slot, copy.generation) == (slot, generation):
                 while copy in self._open:
                     self._page(copy)
+
+    def close(self) -> None:
+        """Nothing runs by itself."""
+        self._open.clear()
 
     def _page(self, copy: Copy) -> int:
         """Move and sum one page; bytes."""

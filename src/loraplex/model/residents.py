@@ -94,6 +94,10 @@ class Residents:
         rows, self._unreported = self._unreported, []
         return np.array(rows, dtype=np.int32).reshape(-1, 3)
 
+    def close(self) -> None:
+        """Let go of the pool."""
+        self._copies.close()
+
     def _start(self, digest: str, slot: int, generation: int, pages: I32) -> None:
         if self._held.get(slot) == generation:
             return  # started by a plan that failed afterwards

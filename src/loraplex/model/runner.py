@@ -30,6 +30,7 @@ from loraplex.model.attention.interface import AttentionBackend
 from loraplex.model.attention.torch_paged import TorchPagedAttention
 from loraplex.model.decoder import Decoder
 from loraplex.model.executor import Executor, TorchExecutor
+from loraplex.model.linear import Arena
 from loraplex.model.mirrors import RequestMirrors
 from loraplex.model.residents import Residents
 from loraplex.model.results import Pending, Stopwatch
@@ -46,7 +47,10 @@ def allocate_pool(
     num_pages: int, page_bytes: int, device: torch.device, *, poison: bool = False
 ) -> torch.Tensor:
     """The page pool, uint8 [num_pages, page_bytes]; with `poison`, every byte is 0xFF (tests)."""
-    pool = torch.empty((num_pages, page_bytes), dtype=torch.uint8, device=device)
+    if device.type == "cpu":  # in large pages, where the system gives them
+        pool = Arena(num_pages * page_bytes).take(num_pages * page_bytes).view(num_pages, page_bytes)
+    else:
+        pool = torch.empty((num_pages, page_bytes), dtype=torch.uint8, device=device)
     return pool.fill_(0xFF) if poison else pool
 
 
@@ -123,6 +127,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of the device's memory; nothing can be launched after this."""
+        self._residents.close()
         del self.executor, self.pool, self.table, self._residents, self.decoder, self.sampler
         self._launched.clear()
         gc.collect()  # graphs and wrappers refer to each other

@@ -36,7 +36,7 @@ class StreamCopies:
         self._buffers = torch.empty((BUFFERS, table.page_bytes), dtype=torch.uint8, pin_memory=True)
         self._filled = [buffer.numpy() for buffer in self._buffers]
         self._moved: list[torch.cuda.Event | None] = [None] * BUFFERS
-        self._asked: queue.SimpleQueue[tuple[Copy, torch.cuda.Event]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Copy, torch.cuda.Event] | None] = queue.SimpleQueue()
         self._open: deque[Copy] = deque()
         self._thread = threading.Thread(target=self._work, name="copies", daemon=True)
         self._thread.start()
@@ -69,6 +69,12 @@ class StreamCopies:
             if (copy.slot, copy.generation) == (slot, generation):
                 self._wait(copy)
 
+    def close(self) -> None:
+        """End the thread after the copy in hand: it must not hold the pool any longer."""
+        self._asked.put(None)
+        self._thread.join()
+        self._open.clear()
+
     @staticmethod
     def _wait(copy: Copy) -> None:
         copy.queued.wait()
@@ -76,10 +82,10 @@ class StreamCopies:
             copy.ready.synchronize()
 
     def _work(self) -> None:
-        """The thread: one copy after the other, for as long as the process lives."""
+        """The thread: one copy after the other, until `close`."""
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            while True:
-                copy, before = self._asked.get()
+            while (asked := self._asked.get()) is not None:
+                copy, before = asked
                 try:
                     self._stream.wait_event(before)
                     self._move(copy)

@@ -4,6 +4,10 @@ Order is what matters here. A name is published only after the engine has its ad
 the name points elsewhere and no request of this process is bound to it; a failure before publication leaves everything
 as it was. Two names may share one artifact, which leaves the engine with the last of them.
 
+The catalog may know revisions that this process has never read: those of an earlier run, and those that another server
+published. They are read from their source when they are first asked for, or in the background, and served only if
+their digest is the recorded one. Database calls run in a thread of their own.
+
 Never reads adapter files itself (the preparation does) and never touches pages.
 
 Specification: 0x07F (swap by compare-and-set), 0x07H (leases), DESIGN 4 "Leases".
@@ -12,43 +16,26 @@ Specification: 0x07F (swap by compare-and-set), 0x07H (leases), DESIGN 4 "Leases
 from __future__ import annotations
 
 import asyncio
-import os
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from pathlib import Path
-from typing import Any
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from typing import Any, Final, TypeVar
 
-from loraplex.catalog.memory import DEFAULT_NAMESPACE, AdapterCatalog, Revision
-from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
-from loraplex.core.messages import Inspect, RemoveAdapter
+from loraplex.catalog.adapters import AdapterCatalog, draft_of
+from loraplex.catalog.changes import OPERATOR, Draft, Expectation, Mode
+from loraplex.catalog.records import DEFAULT_NAMESPACE, Revision, Right
+from loraplex.core.errors import CallerError, LoraplexError
+from loraplex.core.messages import Inspect
 from loraplex.runtime.controls import EngineCalls, ResidencyControls
+from loraplex.runtime.held import HeldAdapters
 from loraplex.runtime.prepare import PreparedAdapter
+from loraplex.runtime.reading import Prepare, Reading
 
-Prepare = Callable[[str], Awaitable[PreparedAdapter]]
-
-
-def local_source(source: str, roots: Sequence[str | os.PathLike[str]]) -> str:
-    """The folder behind a source that a remote caller named, links followed, if it lies in an allowed root.
-
-    Raises `adapter_source_forbidden` otherwise, without saying whether the path exists.
-    """
-    path = Path(source)
-    if "://" in source:
-        raise CallerError(
-            ErrorCode.UNSUPPORTED_OPTION,
-            f"source {source!r} is not a local folder; give its path",
-            param="source",
-        )
-    real = Path(os.path.realpath(path)) if "\0" not in source else path
-    inside = any(real.is_relative_to(os.path.realpath(root)) for root in roots)
-    if not path.is_absolute() or ".." in path.parts or "\0" in source or not inside:
-        raise CallerError(
-            ErrorCode.ADAPTER_SOURCE_FORBIDDEN,
-            f"source {source!r} must be an absolute path without '..' that resolves into a folder given as --adapter-dir",
-            param="source",
-        )
-    return str(real)
+_log: Final = logging.getLogger(__name__)
+FOLLOW_EVERY_S: Final = 0.5
+"""How often a shared catalog is asked whether others published: how long a removal elsewhere may go unseen."""
+T = TypeVar("T")
 
 
 def _keep(kernel_digest: str) -> None:
@@ -67,17 +54,14 @@ class AdapterService:
     ) -> None:
         """reclaim: called with the kernel digest of an image that no revision names any more."""
         self._engine = engine
-        self._reclaim = reclaim
-        self._preparing = 0
-        self._unnamed: dict[str, str] = {}
         self._catalog = catalog
         self._prepare = prepare
-        self._change = asyncio.Lock()
-        self._registered: set[str] = set()
-        self._bound: Counter[str] = Counter()
-        self._retiring: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
-        self.retire_failures: dict[str, LoraplexError] = {}
         self.controls = ResidencyControls(engine)
+        self._held = HeldAdapters(engine, catalog.shares, reclaim, self.controls.require_not_revoked)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="catalog")
+        self._pinned_elsewhere: set[tuple[str, str]] = set()
+        self._reading = Reading(prepare, catalog.shares, self._held, self._pin_again)
+        self._follower: asyncio.Task[None] | None = None
 
     def __iter__(self) -> Iterator[Revision]:
         return iter(self._catalog)
@@ -87,39 +71,82 @@ class AdapterService:
         """The catalog's generation."""
         return self._catalog.generation
 
+    @property
+    def retire_failures(self) -> dict[str, LoraplexError]:
+        """Removals that the engine refused, by semantic digest."""
+        return self._held.failures
+
+    @property
+    def catalog(self) -> AdapterCatalog:
+        """The catalog behind the names."""
+        return self._catalog
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """Do something that waits for the catalog's database, in the thread that does so."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    # Names
+
     def resolve(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
         """What `alias` or `alias@revision` means to a tenant now; `model_not_found` otherwise."""
         return self._catalog.resolve(name, tenant)
 
-    def find(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> Revision | None:
-        """Current revision of what a tenant means by `alias`, or None."""
-        return self._catalog.find(alias, tenant)
+    def current(self, alias: str, namespace: str = DEFAULT_NAMESPACE) -> Revision:
+        """Current revision of an alias; `adapter_not_found` otherwise."""
+        return self._catalog.current(alias, namespace)
 
-    def visible(self, tenant: str = DEFAULT_NAMESPACE) -> list[Revision]:
-        """What a tenant may use and list, by alias."""
-        return self._catalog.visible(tenant)
+    def find(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision | None:
+        """Current revision of what a tenant that may list it means by a name, or None."""
+        return self._catalog.view.find(tenant, name, Right.LIST)
+
+    def visible(self, tenant: str = DEFAULT_NAMESPACE) -> list[tuple[str, Revision]]:
+        """(its name for the tenant, revision) of everything that a tenant may list, by name."""
+        return self._catalog.view.visible(tenant)
+
+    def target(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> tuple[str, str]:
+        """(namespace, alias) that a tenant means by a name under which it publishes."""
+        return self._catalog.view.target(tenant, name)
+
+    def owned(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
+        """What a tenant means by a name that it changes; raises `adapter_not_found`, and `forbidden` for others'."""
+        return self._catalog.view.owned(tenant, name)
 
     @contextmanager
     def bind(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Iterator[Revision]:
         """Resolve once and hold: the revision stays registered with the engine until the context ends."""
         revision = self._catalog.resolve(name, tenant)
-        self._bound[revision.key] += 1
-        try:
+        with self._held.bound(revision.key):
             yield revision
-        finally:
-            self._bound[revision.key] -= 1
-            if not self._bound[revision.key]:
-                del self._bound[revision.key]
-                if revision.key in self._retiring:
-                    self._retiring[revision.key][1].set()
 
-    async def add(self, alias: str, source: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
+    @asynccontextmanager
+    async def serving(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> AsyncIterator[Revision]:
+        """`bind`, with the engine ready for the revision. A name that is not known may have been published elsewhere
+        a moment ago: the catalog is asked once more before it is refused.
+        """
+        if self._catalog.shared:
+            try:
+                self._catalog.resolve(name, tenant)
+            except CallerError:
+                await self.refresh()
+        with self.bind(name, tenant) as revision:
+            await self.ready(revision)
+            yield revision
+
+    async def ready(self, revision: Revision) -> None:
+        """Have the engine know a revision, reading it first where this process never did. See `Reading.ready`."""
+        await self._reading.ready(revision)
+
+    # Changes
+
+    async def add(
+        self, alias: str, source: str, tenant: str = DEFAULT_NAMESPACE, actor: str = OPERATOR
+    ) -> Revision:
         """Publish the first revision of a new alias; `adapter_exists` when it has one. tenant: whose namespace."""
         self._catalog.check_new(alias, tenant)
-        async with self._prepared(source) as prepared, self._change:
+        async with self._prepared(source) as prepared, self._held.change:
             self._catalog.check_new(alias, tenant)
-            await self._register(prepared)
-            return self._catalog.add(alias, source, prepared, tenant)
+            draft = draft_of(prepared, alias, source, tenant, actor)
+            return await self._publish(draft, prepared, Mode.ADD, None)
 
     async def swap(
         self,
@@ -127,6 +154,7 @@ class AdapterService:
         source: str,
         expected: int | None = None,
         tenant: str = DEFAULT_NAMESPACE,
+        actor: str = OPERATOR,
         *,
         drain: bool = False,
     ) -> Revision:
@@ -136,8 +164,10 @@ class AdapterService:
         for both. drain: move the alias at once, and load the new one into what the old one leaves.
         """
         self._catalog.check_swap(alias, expected, tenant)
-        async with self._prepared(source) as prepared, self._change:
-            return await self._swap(alias, source, prepared, expected, tenant, drain=drain)
+        async with self._prepared(source) as prepared, self._held.change:
+            self._catalog.check_swap(alias, expected, tenant)
+            draft = draft_of(prepared, alias, source, tenant, actor)
+            return await self._publish(draft, prepared, Mode.SWAP, expected, drain=drain)
 
     async def put(
         self,
@@ -145,179 +175,207 @@ class AdapterService:
         source: str,
         expected: int | None = None,
         tenant: str = DEFAULT_NAMESPACE,
+        actor: str = OPERATOR,
         *,
         drain: bool = False,
     ) -> Revision:
         """`add` a new alias, `swap` a known one; with `expected`, only a known one."""
+        self._check_put(alias, expected, tenant)
+        async with self._prepared(source) as prepared, self._held.change:
+            self._check_put(alias, expected, tenant)
+            draft = draft_of(prepared, alias, source, tenant, actor)
+            return await self._publish(draft, prepared, Mode.PUT, expected, drain=drain)
+
+    async def put_unless(
+        self, alias: str, source: str, seen: Revision, tenant: str = DEFAULT_NAMESPACE, actor: str = OPERATOR
+    ) -> Revision | None:
+        """`put`, unless `source` still holds what `seen` was published from: then whatever is current stays."""
+        async with self._prepared(source) as prepared, self._held.change:
+            if prepared.identity.semantic != seen.key:
+                draft = draft_of(prepared, alias, source, tenant, actor)
+                return await self._publish(draft, prepared, Mode.PUT, None)
+            current = self._catalog.get(alias, tenant)
+            if current is not None and current.key == seen.key:
+                await self._held.register(prepared)
+            return current
+
+    def _check_put(self, alias: str, expected: int | None, tenant: str) -> None:
         if self._catalog.get(alias, tenant) is None and expected is None:
             self._catalog.check_new(alias, tenant)
         else:
             self._catalog.check_swap(alias, expected, tenant)
-        async with self._prepared(source) as prepared, self._change:
-            if self._catalog.get(alias, tenant) is not None or expected is not None:
-                return await self._swap(alias, source, prepared, expected, tenant, drain=drain)
-            await self._register(prepared)
-            return self._catalog.add(alias, source, prepared, tenant)
 
-    async def remove(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
+    async def remove(self, alias: str, tenant: str = DEFAULT_NAMESPACE, actor: str = OPERATOR) -> Revision:
         """Take an alias away. It is unknown at once; its adapter leaves the engine when nothing uses it any more."""
-        async with self._change:
-            revision = self._catalog.remove(alias, tenant)
+        store = self._catalog.store
+        async with self._held.change:
+            old, generation = await self.off_loop(lambda: store.remove(tenant, alias, actor))
+            if generation != self.generation + 1:
+                await self.refresh()
+            for superseded in self._catalog.removed(old, generation):
+                self._held.retire_later(superseded.key)
             await self.controls.unpin((tenant, alias))
-            self._retire_later(revision)
-            return revision
+            return old
+
+    async def _publish(
+        self,
+        draft: Draft,
+        prepared: PreparedAdapter,
+        mode: Mode,
+        expected: int | None,
+        *,
+        drain: bool = False,
+    ) -> Revision:
+        """Register, have it on the device where the old one is, publish, retire: in this order, under the change lock."""
+        store, key = self._catalog.store, prepared.identity.semantic
+        place = (draft.namespace, draft.alias)
+        await self._held.register(prepared)
+        current = self._catalog.get(draft.alias, draft.namespace)
+        beside = (
+            nullcontext() if current is None else self.controls.swapping(place, current.key, key, drain=drain)
+        )
+        try:
+            async with beside:
+                _, new = await self.off_loop(lambda: store.publish(draft, mode, Expectation(expected)))
+        except LoraplexError:  # no room beside the old one, or another server won the race
+            await self._held.unregister(key)
+            raise
+        if new.generation != self.generation + 1:
+            await self.refresh()
+        for superseded in self._catalog.published(new):
+            self._held.retire_later(superseded.key)
+        return new
 
     async def pin(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
         """Keep an alias on the device, whatever it stands for; `pool_exhausted` where pins leave too little."""
-        async with self._change:
+        revision = self._catalog.current(alias, tenant)
+        await self.ready(revision)
+        async with self._held.change:
             await self.controls.pin((tenant, alias), self._catalog.current(alias, tenant).key)
 
     async def unpin(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
         """Let an alias be evicted again."""
-        async with self._change:
+        async with self._held.change:
             self._catalog.current(alias, tenant)
             await self.controls.unpin((tenant, alias))
 
     async def prefetch(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
         """Load an alias on speculation; `pool_exhausted` where that would take what requests will want."""
-        await self.controls.prefetch(self._catalog.current(alias, tenant).key)
+        revision = self._catalog.current(alias, tenant)
+        await self.ready(revision)
+        await self.controls.prefetch(revision.key)
 
-    async def revoke(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> list[Revision]:
-        """Take away every name of what an alias stands for, and end its requests; it is never registered again."""
-        async with self._change:
+    async def revoke(
+        self, alias: str, tenant: str = DEFAULT_NAMESPACE, actor: str = OPERATOR
+    ) -> list[Revision]:
+        """Take away every name of what an alias stands for, and end its requests; nothing publishes it again."""
+        store = self._catalog.store
+        async with self._held.change:
             key = self._catalog.current(alias, tenant).key
-            gone = [revision for revision in self._catalog if revision.key == key]
-            for revision in gone:
-                self._catalog.remove(revision.alias, revision.namespace)
-                self._unnamed[revision.prepared.register.kernel_digest] = key
-            self._registered.discard(key)
-            try:
-                await self.controls.revoke(key)
-            finally:
-                self._reclaim_unnamed()
+            gone = await self.off_loop(lambda: store.revoke(key, actor))
+            await self.refresh()
             return gone
+
+    # Other servers, other runs
+
+    async def refresh(self) -> None:
+        """See what other servers published, retire what is no longer current, read what is new in the background."""
+        before = {revision.key for revision in self._catalog}
+        view = self._catalog.view
+        changes = await self.off_loop(lambda: self._catalog.store.changes(view.generation))
+        for superseded in view.apply(changes):
+            self._held.retire_later(superseded.key)
+            await self._follow_pin((superseded.namespace, superseded.alias))
+        for key in changes.revoked:
+            await self._held.revoked(key, self.controls.revoke)
+        for error in changes.damaged_grants:
+            _log.error("an authorisation record is ignored: %s", error)
+        self._reading.later(revision for revision in self._catalog if revision.key not in before)
+
+    async def _follow_pin(self, place: tuple[str, str]) -> None:
+        """Somebody else moved an alias: its pin leaves the old revision and, once the new one is read, takes that."""
+        if self.controls.pinned(place):
+            await self.controls.unpin(place)
+            self._pinned_elsewhere.add(place)
+
+    async def follow(self, every_s: float = FOLLOW_EVERY_S) -> None:
+        """Keep seeing what other servers publish, until cancelled. A catalog that does not answer is asked again."""
+        silent = False
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                await self.refresh()
+                silent = False
+            except LoraplexError as error:
+                if not silent:
+                    _log.error("the catalog is not followed: %s", error)
+                silent = True
+
+    def begin(self) -> None:
+        """Read what the catalog knew when this process began, and follow it if it is shared; both in the background."""
+        self._reading.later(self._catalog)
+        if self._catalog.shared:
+            self._follower = asyncio.create_task(self.follow())
+
+    async def _pin_again(self, revision: Revision) -> None:
+        """A revision that was read in the background takes the pin of its alias, if somebody else had moved that."""
+        place = (revision.namespace, revision.alias)
+        if place in self._pinned_elsewhere:
+            self._pinned_elsewhere.discard(place)
+            await self.pin(revision.alias, revision.namespace)
 
     async def restore(self) -> dict[str, LoraplexError]:
         """Register everything with a restarted engine. Returns what could not be, by alias."""
         failed: dict[str, LoraplexError] = {}
-        async with self._change:
-            self._registered.clear()
+        async with self._held.change:
+            self._held.forget_engine()
             for revision in self._catalog:
+                prepared = self._held.known.get(revision.key)
+                if prepared is None:
+                    continue  # it was never read here: it is when somebody asks for it
                 try:
-                    await self._register(revision.prepared)
+                    await self._held.register(prepared)
                 except LoraplexError as error:
                     failed[revision.alias] = error
             await self.controls.restore()
         return failed
 
+    # Questions
+
     async def describe(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> dict[str, Any]:
-        """One adapter of a tenant's own with the engine's view of it (DESIGN 5)."""
+        """One adapter with the engine's view of it (DESIGN 5)."""
         revision = self._catalog.current(alias, tenant)
         return revision.describe(await self._engine.call(Inspect(0)))
 
     async def describe_all(self, tenant: str = DEFAULT_NAMESPACE) -> list[dict[str, Any]]:
-        """Every adapter that a tenant may list, by alias."""
+        """Every adapter that a tenant may list, by the name that it has there."""
         figures = await self._engine.call(Inspect(0))
-        return [revision.describe(figures) for revision in self.visible(tenant)]
+        return [
+            {**revision.describe(figures), "alias": name}
+            for name, revision in self._catalog.view.visible(tenant)
+        ]
+
+    def kernel_of(self, key: str) -> str | None:
+        """Kernel digest under which the engine holds an adapter, by semantic digest."""
+        prepared = self._held.known.get(key)
+        return None if prepared is None else prepared.register.kernel_digest
 
     async def settled(self) -> None:
-        """Wait until nothing is on its way out of the engine."""
-        while self._retiring:
-            await asyncio.gather(*(task for task, _ in self._retiring.values()))
+        """Wait until nothing is on its way into or out of the engine."""
+        while tasks := [*self._held.leaving, *self._reading.background]:
+            await asyncio.gather(*tasks)
 
     async def close(self) -> None:
-        """Give up waiting for adapters on their way out."""
-        tasks = [task for task, _ in self._retiring.values()]
+        """Give up waiting for adapters on their way in or out, and let go of the catalog."""
+        tasks = [*self._held.leaving, *self._reading.tasks]
+        if self._follower is not None:
+            tasks.append(self._follower)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.off_loop(self._catalog.close)
+        self._thread.shutdown()
 
-    async def _swap(
-        self,
-        alias: str,
-        source: str,
-        prepared: PreparedAdapter,
-        expected: int | None,
-        tenant: str,
-        *,
-        drain: bool,
-    ) -> Revision:
-        self._catalog.check_swap(alias, expected, tenant)
-        key = prepared.identity.semantic
-        await self._register(prepared)
-        try:
-            current = self._catalog.current(alias, tenant).key
-            async with self.controls.swapping((tenant, alias), current, key, drain=drain):
-                old, new = self._catalog.swap(alias, source, prepared, expected, tenant)
-        except LoraplexError:
-            await self._unregister(key)
-            raise
-        self._retire_later(old)
-        return new
-
-    async def _unregister(self, key: str) -> None:
-        """After a publication that failed: the engine forgets what no name stands for."""
-        if key in self._registered and not self._catalog.shares(key) and not self._bound[key]:
-            self._registered.discard(key)
-            with suppress(LoraplexError):  # an engine that is gone has forgotten it
-                await self._engine.call(RemoveAdapter(0, key))
-
-    @asynccontextmanager
-    async def _prepared(self, source: str) -> AsyncIterator[PreparedAdapter]:
-        """Prepare an adapter; until the context ends, no image is reclaimed that it may have found in the store."""
-        self._preparing += 1
-        try:
-            prepared = await self._prepare(source)
-            digest = prepared.register.kernel_digest
-            self._unnamed[digest] = prepared.identity.semantic
-            yield prepared
-        finally:
-            self._preparing -= 1
-            self._reclaim_unnamed()
-
-    def _reclaim_unnamed(self) -> None:
-        """Give up images whose adapter the engine no longer has, unless a preparation may be about to name one."""
-        if self._preparing:
-            return
-        for digest, key in list(self._unnamed.items()):
-            if key not in self._retiring:
-                del self._unnamed[digest]
-                if key not in self._registered and not self._catalog.shares(key):
-                    self._reclaim(digest)
-
-    async def _register(self, prepared: PreparedAdapter) -> None:
-        key = prepared.identity.semantic
-        self.controls.require_not_revoked(key)
-        if key not in self._registered:
-            await self._engine.call(prepared.register)
-            self._registered.add(key)
-
-    def _retire_later(self, revision: Revision) -> None:
-        key = revision.key
-        self._unnamed[revision.prepared.register.kernel_digest] = key
-        if self._catalog.shares(key) or key in self._retiring:
-            return
-        unbound = asyncio.Event()
-        if not self._bound[key]:
-            unbound.set()
-        self._retiring[key] = (asyncio.create_task(self._retire(key, unbound)), unbound)
-
-    async def _retire(self, key: str, unbound: asyncio.Event) -> None:
-        """Remove `key` from the engine once nothing is bound to it, unless a name has taken it up again."""
-        try:
-            while True:
-                await unbound.wait()
-                async with self._change:
-                    if self._catalog.shares(key) or key not in self._registered:
-                        return
-                    if not self._bound[key]:
-                        self._registered.discard(key)
-                        break
-                    unbound.clear()
-            # Sent before anything else can run, so a later registration of the same key comes after it.
-            await self._engine.call(RemoveAdapter(0, key))
-        except LoraplexError as error:
-            self.retire_failures[key] = error
-        finally:
-            del self._retiring[key]
-            self._reclaim_unnamed()
+    def _prepared(self, source: str) -> AbstractAsyncContextManager[PreparedAdapter]:
+        """Prepare an adapter, keeping the images that the preparation may find."""
+        return self._held.prepared(self._prepare(source))

@@ -77,13 +77,19 @@ def _biased(spec: DecoderSpec) -> frozenset[Module]:
     return frozenset(biased)
 
 
-def describe_base(folder: Path, dtype: Dtype, page_tokens: int, *, dummy: bool = False) -> BaseModel:
-    """Everything about the base in `folder`. dummy: weights are generated, only config.json is read."""
+def describe_base(
+    folder: Path, dtype: Dtype, page_tokens: int, *, dummy: bool = False, abi: str | None = None
+) -> BaseModel:
+    """Everything about the base in `folder`. dummy: weights are generated, only config.json is read.
+
+    abi: H_base, from whoever has hashed the weights already; they are hashed here when it is None.
+    """
     config = read_config(folder)
     spec = spec_from_config(config)
     modules = base_modules(spec)
-    weights = digest({"dummy": True}) if dummy else hash_weights(folder)
-    abi = base_identity(spec, modules, weights).digest
+    if abi is None:
+        weights = digest({"dummy": True}) if dummy else hash_weights(folder)
+        abi = base_identity(spec, modules, weights).digest
     tensors = None if dummy else CheckpointTensors(folder, modules)
     return BaseModel(spec, modules, abi, spec.kv_shape(dtype.itemsize, page_tokens), dtype, tensors)
 

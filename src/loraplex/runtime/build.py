@@ -108,11 +108,14 @@ def make_loader(
     return loader, config, limit, [sentence]
 
 
-def describe_model(config: EngineConfig) -> BaseModel:
-    """The base that the configuration names, under the element type that the device can use."""
+def describe_model(config: EngineConfig, abi: str | None = None) -> BaseModel:
+    """The base that the configuration names, under the element type that the device can use.
+
+    abi: H_base if it is known, so that the weights need not be hashed.
+    """
     name, _ = _dtype(config)
     return describe_base(
-        Path(config.model), Dtype(name), config.page_tokens, dummy=config.load_format == "dummy"
+        Path(config.model), Dtype(name), config.page_tokens, dummy=config.load_format == "dummy", abi=abi
     )
 
 
@@ -141,7 +144,7 @@ def make_backend(
     """The backend that the configuration names, the sizes to plan with, and what lets go of it."""
     if config.backend == "process":
         sizes = engine_limits(config, base)
-        worker = ProcessBackend(config)
+        worker = ProcessBackend(config, base_abi=base.abi)
         backend: Backend = worker
         close: Callable[[], None] = worker.close
     else:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from loraplex.artifact.convert import to_image
 from loraplex.artifact.identify import AdapterIdentity, identify
 from loraplex.artifact.load import load_adapter, require_executable
 from loraplex.artifact.record import Artifact, Method
+from loraplex.catalog.artifacts import ArtifactStore
+from loraplex.catalog.sources import LocalSource, parse_source
 from loraplex.core.messages import RegisterAdapter
 from loraplex.runtime.base import BaseModel
 from loraplex.runtime.images import ImageStore
@@ -23,7 +26,10 @@ EXECUTABLE = frozenset(Method) - {Method.ALORA}
 
 @dataclass(frozen=True, slots=True)
 class PreparedAdapter:
-    """A verified adapter whose image lies in the store. register: the engine's message, with call id 0."""
+    """A verified adapter whose image lies in the store. register: the engine's message, with call id 0.
+
+    content: key of its files in the artifact store, None when they were read from a local folder.
+    """
 
     identity: AdapterIdentity
     method: str
@@ -36,6 +42,7 @@ class PreparedAdapter:
     host_bytes: int
     report: str
     register: RegisterAdapter
+    content: str | None = None
 
 
 def prepare_adapter(path: str | os.PathLike[str], base: BaseModel, store: ImageStore) -> PreparedAdapter:
@@ -60,6 +67,24 @@ def prepare_adapter(path: str | os.PathLike[str], base: BaseModel, store: ImageS
         report=artifact.report,
         register=_register(artifact, image.key, image.kernel_digest, len(image.pages)),
     )
+
+
+def prepare_source(
+    source: str | Path,
+    base: BaseModel,
+    store: ImageStore,
+    artifacts: ArtifactStore,
+    content: str | None = None,
+) -> PreparedAdapter:
+    """`prepare_adapter` for any source: a remote one is downloaded into `artifacts` first.
+
+    content: the key that its files must have there. Raises as `prepare_adapter` and `ArtifactStore.reading` do.
+    """
+    parsed = parse_source(os.fspath(source))
+    if isinstance(parsed, LocalSource):
+        return prepare_adapter(parsed.folder, base, store)
+    with artifacts.reading(parsed, content) as (folder, key):
+        return replace(prepare_adapter(folder, base, store), content=key)
 
 
 def _register(artifact: Artifact, key: str, kernel_digest: str, pages: int) -> RegisterAdapter:

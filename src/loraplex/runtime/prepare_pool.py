@@ -1,7 +1,7 @@
 """Adapter preparation in a process of its own, so that reading and hashing never hold up an event loop or a step.
 
 One niced child, spawned on first use; it dies with its parent and leaves the terminal's interrupt to it. A child that
-dies fails the preparation in hand with a typed error and is replaced for the next.
+dies is replaced and the preparation in hand begun again, once; then it fails with a typed error.
 
 Specification: DESIGN 4 "Loading", "Processes".
 """
@@ -10,67 +10,106 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Collection
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
+from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
 from loraplex.core.errors import CapacityError, ErrorCode, InternalFault
 from loraplex.runtime.base import BaseModel
 from loraplex.runtime.images import ImageStore
-from loraplex.runtime.prepare import PreparedAdapter, prepare_adapter
+from loraplex.runtime.prepare import PreparedAdapter, prepare_source
 
+_log: Final = logging.getLogger(__name__)
+ATTEMPTS: Final = 2
+"""Children that a preparation may cost: one that dies of something else is not the adapter's fault."""
 _NICE = 10
 _PR_SET_PDEATHSIG = 1
 
 _base: BaseModel | None = None
 _store: ImageStore | None = None
+_artifacts: ArtifactStore | None = None
 
 
-def _begin(base: BaseModel, images_dir: str) -> None:
+def _begin(base: BaseModel, images_dir: str, artifacts_dir: str, artifacts_bytes: int) -> None:
     """Runs once in the child: what every preparation needs lies in its globals."""
-    global _base, _store
+    global _base, _store, _artifacts
     for signum in (signal.SIGINT, signal.SIGTERM):  # to a whole group they are the parent's to act on
         signal.signal(signum, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(_NICE)
-    _base, _store = base, ImageStore(images_dir)
+    _base, _store, _artifacts = base, ImageStore(images_dir), ArtifactStore(artifacts_dir, artifacts_bytes)
 
 
-def _prepare(path: str) -> PreparedAdapter:
-    if _base is None or _store is None:
+def _prepare(source: str, content: str | None) -> PreparedAdapter:
+    if _base is None or _store is None or _artifacts is None:
         raise InternalFault(ErrorCode.INTERNAL, "the preparation process was not set up")
-    return prepare_adapter(path, _base, _store)
+    return prepare_source(source, _base, _store, _artifacts, content)
 
 
 class PreparePool:
-    """Prepares adapters one at a time; callable with a source folder."""
+    """Prepares adapters one at a time; callable with a source."""
 
-    def __init__(self, base: BaseModel, images_dir: str | os.PathLike[str]) -> None:
-        """images_dir: the image store that the engine reads."""
+    def __init__(
+        self,
+        base: BaseModel,
+        images_dir: str | os.PathLike[str],
+        artifacts_dir: str | os.PathLike[str] | None = None,
+        artifacts_bytes: int = DEFAULT_STORE_BYTES,
+    ) -> None:
+        """images_dir: the image store that the engine reads. artifacts_*: store of downloads and its limit."""
         self._base = base
         self._images_dir = str(Path(images_dir))
+        self._artifacts = (str(artifacts_dir or artifacts_folder()), artifacts_bytes)
         self._pool: ProcessPoolExecutor | None = None
         self._pid: Future[int] | None = None
+        self._closed = False
 
-    async def __call__(self, source: str) -> PreparedAdapter:
-        """`prepare_adapter(source)` in the child. Raises what it raises; `adapter_load_failed` when the child died."""
+    async def __call__(self, source: str, content: str | None = None) -> PreparedAdapter:
+        """`prepare_source` in the child. Raises what it raises; `adapter_load_failed` when children died of it."""
+        for _ in range(ATTEMPTS):
+            pool = self._child()
+            try:
+                return await self._in_child(pool, source, content)
+            except BrokenProcessPool:
+                if self._pool is pool:
+                    self._pool = None
+                pool.shutdown(wait=False)
+                if self._closed:
+                    break
+                _log.warning("the process that prepared %r died", source)
+        raise InternalFault(
+            ErrorCode.ADAPTER_LOAD_FAILED, f"the process that prepared {source!r} died; try again"
+        )
+
+    def _child(self) -> ProcessPoolExecutor:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 max_workers=1,
                 mp_context=multiprocessing.get_context("spawn"),
                 initializer=_begin,
-                initargs=(self._base, self._images_dir),
+                initargs=(self._base, self._images_dir, *self._artifacts),
             )
             self._pid = self._pool.submit(os.getpid)
-        pool = self._pool
+        return self._pool
+
+    async def reclaim(self, kept: Collection[str]) -> int:
+        """Clear the artifact store of everything but these keys; bytes deleted. Off the event loop."""
+        store = ArtifactStore(*self._artifacts)
+        return await asyncio.to_thread(store.reclaim, kept, (), store.limit_bytes)
+
+    async def _in_child(self, pool: ProcessPoolExecutor, source: str, content: str | None) -> PreparedAdapter:
         try:
-            return await asyncio.wrap_future(pool.submit(_prepare, source))
+            return await asyncio.wrap_future(pool.submit(_prepare, source, content))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -78,16 +117,10 @@ class PreparePool:
             raise CapacityError(
                 ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one"
             ) from None  # `close` withdrew what the child had not begun
-        except BrokenProcessPool as error:
-            if self._pool is pool:
-                self._pool = None
-            pool.shutdown(wait=False)
-            raise InternalFault(
-                ErrorCode.ADAPTER_LOAD_FAILED, f"the process that prepared {source!r} died; try again"
-            ) from error
 
     def close(self) -> None:
         """End the child at once, with the preparation that it may have in hand; waits for nothing."""
+        self._closed = True
         if self._pool is None:
             return
         self._pool.shutdown(wait=False, cancel_futures=True)

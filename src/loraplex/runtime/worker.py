@@ -42,10 +42,10 @@ class ProcessBackend:
     Once the child has died, every call raises `backend_failed` with its exit status.
     """
 
-    def __init__(self, config: EngineConfig, builder: str = RUNNER) -> None:
+    def __init__(self, config: EngineConfig, builder: str = RUNNER, base_abi: str | None = None) -> None:
         """Starts the child and waits until its backend is built; raises the typed error that this ended with.
 
-        builder: `module:function` that makes the child's backend from `config`.
+        builder: `module:function` that makes the child's backend from `config`. base_abi: H_base, if it is known.
         """
         self._process = subprocess.Popen(
             child_command(MODULE),
@@ -56,7 +56,7 @@ class ProcessBackend:
         self._to = cast(BinaryIO, self._process.stdin)
         self._from = cast(BinaryIO, self._process.stdout)
         try:
-            self._send(msgspec.msgpack.encode(WorkerStart(config, builder)))
+            self._send(msgspec.msgpack.encode(WorkerStart(config, builder, base_abi)))
             report = REPORT_DECODER.decode(self._receive())
             if isinstance(report, WorkerFailed):
                 raise error_for(ErrorCode(report.code), report.message, param=report.param)

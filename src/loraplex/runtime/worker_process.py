@@ -29,10 +29,14 @@ RUNNER: Final = "loraplex.runtime.worker_process:build_runner"
 
 
 class WorkerStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker is to run. builder: `module:function`, called with the configuration, returns a backend."""
+    """What a worker is to run. builder: `module:function`, called with the configuration, returns a backend.
+
+    base_abi: H_base, from the engine that hashed the weights; the worker does not hash them again.
+    """
 
     config: EngineConfig
     builder: str = RUNNER
+    base_abi: str | None = None
 
 
 class WorkerReady(msgspec.Struct, frozen=True, tag=True):
@@ -53,17 +57,17 @@ START_DECODER: Final[msgspec.msgpack.Decoder[WorkerStart]] = msgspec.msgpack.Dec
 REPORT_DECODER: Final[msgspec.msgpack.Decoder[WorkerReport]] = msgspec.msgpack.Decoder(WorkerReport)
 
 
-def build_runner(config: EngineConfig) -> Backend:
+def build_runner(config: EngineConfig, base_abi: str | None = None) -> Backend:
     """The model's runner, as an engine would have it in its own process."""
     from loraplex.runtime.build import describe_model, make_runner
 
-    return make_runner(config, describe_model(config))[0]
+    return make_runner(config, describe_model(config, base_abi))[0]
 
 
 def _build(start: WorkerStart) -> Backend:
     module, _, function = start.builder.partition(":")
-    builder: Callable[[EngineConfig], Backend] = getattr(importlib.import_module(module), function)
-    return builder(start.config)
+    builder: Callable[..., Backend] = getattr(importlib.import_module(module), function)
+    return builder(start.config) if start.base_abi is None else builder(start.config, start.base_abi)
 
 
 def _read(parent: Parent, plans: queue.SimpleQueue[bytes]) -> None:

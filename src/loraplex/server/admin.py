@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import unquote
 
-from loraplex.catalog.memory import Revision
+import msgspec
+
+from loraplex.catalog.records import Revision
+from loraplex.catalog.sources import permitted
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.messages import Inspect
-from loraplex.runtime.adapters import local_source
 from loraplex.server.metrics import CONTENT_TYPE
 from loraplex.server.routing import Call
 from loraplex.server.wire import LoadLoraAdapter, PutAdapter, PutLimits, UnloadLoraAdapter, decode
@@ -56,8 +58,8 @@ async def residency(call: Call) -> None:
     call.service.require_ready()
     figures = await call.service.client.call(Inspect(0))
     names: dict[str, list[str]] = {}
-    for revision in call.service.adapters.visible(call.caller.tenant):
-        names.setdefault(revision.key, []).append(revision.name)
+    for name, revision in call.service.adapters.visible(call.caller.tenant):
+        names.setdefault(revision.key, []).append(f"{name}@{revision.revision}")
     everything = call.caller.operator
     adapters = [
         {**entry, "names": sorted(names.get(entry["key"], ()))}
@@ -67,6 +69,21 @@ async def residency(call: Call) -> None:
     await call.exchange.answer(
         {**figures, "adapters": adapters, "catalog_generation": call.service.adapters.generation}
     )
+
+
+async def get_provenance(call: Call) -> None:
+    """What answered a request: digests, attempt and generations, for its tenant and for admins."""
+    provenance = call.service.provenance
+    request_id, _, what = call.rest.rpartition("/")
+    if what != "provenance" or not request_id:
+        raise CallerError(ErrorCode.NOT_FOUND, f"{call.exchange.path} is not served; see /openapi.json")
+    request_id = unquote(request_id)
+    if provenance is None:
+        raise CallerError(ErrorCode.REQUEST_NOT_FOUND, "this server keeps no records", param="request_id")
+    tenant = None if call.caller.operator else call.caller.tenant
+    records = await provenance.find(request_id, tenant)
+    attempts = [msgspec.to_builtins(record) for record in records]
+    await call.exchange.answer({**attempts[0], "attempts": attempts})
 
 
 def _model(call: Call, name: str, revision: Revision | None) -> dict[str, Any]:
@@ -83,9 +100,8 @@ def _model(call: Call, name: str, revision: Revision | None) -> dict[str, Any]:
 
 async def list_models(call: Call) -> None:
     """The base, then every alias that the caller may use."""
-    revisions = call.service.adapters.visible(call.caller.tenant)
     models = [_model(call, call.service.base_name, None)]
-    models += [_model(call, revision.alias, revision) for revision in revisions]
+    models += [_model(call, *item) for item in call.service.adapters.visible(call.caller.tenant)]
     await call.exchange.answer({"object": "list", "data": models})
 
 
@@ -113,16 +129,10 @@ def _found(call: Call, alias: str) -> Revision:
     return revision
 
 
-def _owned(call: Call, alias: str) -> str:
-    """The alias, if the caller may change it. Others' do not exist for it; the operator's it may only use."""
+def _owned(call: Call, name: str) -> Revision:
+    """What the caller means by a name, if it may change it. Others' do not exist for it; shared ones it may only use."""
     call.caller.require_admin()
-    if _found(call, alias).namespace != call.caller.tenant:
-        raise CallerError(
-            ErrorCode.FORBIDDEN,
-            f"adapter {alias!r} is the operator's; it can be used, not changed",
-            param="alias",
-        )
-    return alias
+    return call.service.adapters.owned(name, call.caller.tenant)
 
 
 async def get_adapter(call: Call) -> None:
@@ -137,10 +147,11 @@ async def put_adapter(call: Call) -> None:
     call.caller.require_admin()
     request = decode(await call.exchange.body(), PutAdapter)
     call.service.require_ready()
-    source = local_source(request.source, call.service.config.adapter_dirs)
-    adapters, alias, tenant = call.service.adapters, unquote(call.rest), call.caller.tenant
+    source = permitted(request.source, call.service.config.adapter_dirs)
+    adapters = call.service.adapters
+    tenant, alias = adapters.target(unquote(call.rest), call.caller.tenant)
     revision = await adapters.put(
-        alias, source, request.expected_revision, tenant=tenant, drain=request.drain
+        alias, source, request.expected_revision, tenant, call.caller.name, drain=request.drain
     )
     call.exchange.facts["model"] = revision.name
     await call.exchange.answer(await adapters.describe(alias, tenant), 201 if revision.revision == 1 else 200)
@@ -148,9 +159,9 @@ async def put_adapter(call: Call) -> None:
 
 async def delete_adapter(call: Call) -> None:
     """Take an alias away."""
-    alias = _owned(call, unquote(call.rest))
+    owned = _owned(call, unquote(call.rest))
     call.service.require_ready()
-    revision = await call.service.adapters.remove(alias, tenant=call.caller.tenant)
+    revision = await call.service.adapters.remove(owned.alias, owned.namespace, call.caller.name)
     await call.exchange.answer({"alias": revision.alias, "revision": revision.revision, "deleted": True})
 
 
@@ -160,7 +171,8 @@ async def adapter_action(call: Call) -> None:
     quoted, _, action = call.rest.rpartition("/")
     if action not in ACTIONS or not quoted:
         raise CallerError(ErrorCode.NOT_FOUND, f"{call.exchange.path} is not served")
-    alias, tenant = _owned(call, unquote(quoted)), call.caller.tenant
+    owned = _owned(call, unquote(quoted))
+    alias, tenant = owned.alias, owned.namespace
     call.service.require_ready()
     adapters = call.service.adapters
     match action:
@@ -171,7 +183,7 @@ async def adapter_action(call: Call) -> None:
         case "prefetch":
             await adapters.prefetch(alias, tenant)
         case _:
-            gone = await adapters.revoke(alias, tenant)
+            gone = await adapters.revoke(alias, tenant, call.caller.name)
             names = sorted(revision.name for revision in gone)
             await call.exchange.answer({"alias": alias, "revoked": names})
             return
@@ -221,9 +233,11 @@ async def load_lora_adapter(call: Call) -> None:
     call.caller.require_admin()
     request = decode(await call.exchange.body(), LoadLoraAdapter)
     call.service.require_ready()
-    source = local_source(request.lora_path, call.service.config.adapter_dirs)
-    change = call.service.adapters.put if request.load_inplace else call.service.adapters.add
-    revision = await change(request.lora_name, source, tenant=call.caller.tenant)
+    source = permitted(request.lora_path, call.service.config.adapter_dirs)
+    adapters = call.service.adapters
+    change = adapters.put if request.load_inplace else adapters.add
+    tenant, alias = adapters.target(request.lora_name, call.caller.tenant)
+    revision = await change(alias, source, tenant=tenant, actor=call.caller.name)
     call.exchange.facts["model"] = revision.name
     await _success(call, f"Success: LoRA adapter '{revision.alias}' added successfully.")
 
@@ -233,8 +247,8 @@ async def unload_lora_adapter(call: Call) -> None:
     call.caller.require_admin()
     request = decode(await call.exchange.body(), UnloadLoraAdapter)
     call.service.require_ready()
-    alias = _owned(call, request.lora_name)
-    revision = await call.service.adapters.remove(alias, tenant=call.caller.tenant)
+    owned = _owned(call, request.lora_name)
+    revision = await call.service.adapters.remove(owned.alias, owned.namespace, call.caller.name)
     await _success(call, f"Success: LoRA adapter '{revision.alias}' removed successfully.")
 
 

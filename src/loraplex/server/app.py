@@ -25,6 +25,7 @@ from loraplex.server.http import Disconnected, Exchange
 from loraplex.server.listen import AsgiApp, Receive, Send
 from loraplex.server.metrics import outcome_of
 from loraplex.server.openapi import openapi
+from loraplex.server.provenance import request_record
 from loraplex.server.routing import Call, Handler, Site
 from loraplex.server.service import Service
 
@@ -73,6 +74,7 @@ ROUTES: Final = (
     Route("POST", "/v1/load_lora_adapter", admin.load_lora_adapter),
     Route("POST", "/v1/unload_lora_adapter", admin.unload_lora_adapter),
     Route("GET", "/v1/residency", admin.residency),
+    Route("GET", "/v1/requests/{request_id}/provenance", admin.get_provenance),
     Route("GET", "/v1/limits", admin.get_limits),
     Route("PUT", "/v1/limits", admin.put_limits),
     Route("GET", "/health", admin.health, open=True),
@@ -162,6 +164,29 @@ async def _report(exchange: Exchange, error: LoraplexError) -> None:
     await exchange.end()
 
 
+def _remember(
+    site: Site, exchange: Exchange, caller: Caller, generation: Generation | None, outcome: str
+) -> None:
+    """The record of what answered a request that reached the engine."""
+    service = site.service
+    provenance, seen = service.provenance, [] if generation is None else generation.choices_seen()
+    if provenance is None or generation is None or not seen:
+        return
+    provenance.add(
+        request_record(
+            exchange.request_id,
+            caller.tenant,
+            provenance.attempts.next(caller.tenant, exchange.request_id),
+            generation.served,
+            seen,
+            outcome,
+            generation.prompt_tokens,
+            service.supervisor.restarts,
+            service.config.device,
+        )
+    )
+
+
 def _account(site: Site, exchange: Exchange, caller: Caller, begun_ns: int) -> None:
     """Metrics of a generation, and the access line. Prompts are in neither, unless the operator asked for them."""
     facts: Mapping[str, Any] = exchange.facts
@@ -179,6 +204,7 @@ def _account(site: Site, exchange: Exchange, caller: Caller, begun_ns: int) -> N
             if generation.first_token_ns:
                 first_s = (generation.first_token_ns - begun_ns) / _NS
                 metrics.ttft.observe(first_s)
+        _remember(site, exchange, caller, generation, facts.get("code") or outcome)
     probe = exchange.path in PROBES
     _access.log(
         logging.DEBUG if probe else logging.INFO,

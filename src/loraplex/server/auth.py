@@ -47,6 +47,11 @@ class Caller:
         """Whether this is who runs the server: the admin of the tenant `default`, whose adapters all may use."""
         return self.role is Role.ADMIN and self.tenant == DEFAULT_TENANT
 
+    @property
+    def name(self) -> str:
+        """Who published something, in the catalog's records: a tenant and a role, never a key."""
+        return f"{self.tenant} {self.role}"
+
     def require_admin(self) -> None:
         """Raise `forbidden` for other roles."""
         if self.role is not Role.ADMIN:

@@ -8,8 +8,8 @@ Specification: DESIGN 2 (steps 2, 3, 11), DESIGN 4 "Text".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from loraplex.core.errors import CallerError, ErrorCode, error_for
-from loraplex.core.messages import Ended, Submit, TokenLogprobs, Tokens
+from loraplex.core.messages import Ended, Submit, TokenBinding, TokenLogprobs, Tokens
 from loraplex.core.request import FinishReason, SamplingParams
 from loraplex.runtime.client import RequestGroup
 from loraplex.runtime.text import Detokenizer, TextCodec
 from loraplex.server.answers import Usage
+from loraplex.server.provenance import ChoiceSeen, Served
 from loraplex.server.sampling import engine_sampling
 from loraplex.server.service import Service
 from loraplex.server.wire import GenerationFields
@@ -32,11 +33,15 @@ _PRIORITY_BOUND = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a `model` field means. name: the base's, or `alias@revision`. key: semantic digest; None is the base."""
+    """What a `model` field means. name: the base's, or `alias@revision`. key: semantic digest; None is the base.
+
+    served: the digests behind it, for the request's record.
+    """
 
     name: str
     key: str | None
     digest: str
+    served: Served
 
     @property
     def fingerprint(self) -> str:
@@ -49,14 +54,25 @@ class ServedModel:
         return {"x-loraplex-model": self.name, "x-loraplex-semantic-digest": self.digest}
 
 
-@contextmanager
-def bind_model(service: Service, name: str, tenant: str) -> Iterator[ServedModel]:
-    """Resolve a tenant's `model` field once and hold what it means. Raises `model_not_found`."""
+@asynccontextmanager
+async def bind_model(service: Service, name: str, tenant: str) -> AsyncIterator[ServedModel]:
+    """Resolve a tenant's `model` field once and hold what it means, ready in the engine. Raises `model_not_found`."""
     if name == service.base_name:
-        yield ServedModel(name, None, str(service.engine_info["base_abi"]))
+        base = str(service.engine_info["base_abi"])
+        generation = service.adapters.generation
+        yield ServedModel(name, None, base, Served(name, base, catalog_generation=generation))
         return
-    with service.adapters.bind(name, tenant) as revision:
-        yield ServedModel(revision.name, revision.key, revision.key)
+    async with service.adapters.serving(name, tenant) as revision:
+        served = Served(
+            revision.name,
+            revision.artifact.base,
+            revision.namespace,
+            revision.artifact.artifact,
+            revision.key,
+            service.adapters.kernel_of(revision.key),
+            service.adapters.generation,
+        )
+        yield ServedModel(revision.name, revision.key, revision.key, served)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +165,13 @@ class _Choice:
         self.detokenizer = detokenizer
         self.tokens = 0
         self.over = False
+        self.finish_reason: str | None = None
+        self.binding: TokenBinding | None = None
 
     def take(self, message: Tokens, piece: Piece) -> bool:
         """Add tokens to `piece`; whether a stop string completed."""
         count = len(message.token_ids)
+        self.binding = message.binding or self.binding
         piece.prompt_logprobs += message.prompt_logprobs
         stopped = False
         if self.detokenizer is not None:
@@ -188,10 +207,12 @@ class Generation:
             for index, prompt in enumerate(prompt for prompt in job.prompts for _ in range(job.params.n))
         ]
         self._group: RequestGroup | None = None
+        self._sent: list[Submit] = []
         self.first_token_ns = 0
 
     def __enter__(self) -> Generation:
-        self._group = self._service.client.submit(self._submits())
+        self._sent = self._submits()
+        self._group = self._service.client.submit(self._sent)
         return self
 
     def __exit__(
@@ -199,6 +220,18 @@ class Generation:
     ) -> None:
         if self._group is not None:
             self._group.abort()
+
+    @property
+    def served(self) -> Served:
+        """The digests behind the model that it was bound to."""
+        return self._model.served
+
+    def choices_seen(self) -> list[ChoiceSeen]:
+        """What became of each sample, for the request's record; empty when nothing was submitted."""
+        return [
+            ChoiceSeen(submit.sampling, choice.tokens, choice.finish_reason, choice.binding)
+            for submit, choice in zip(self._sent, self._choices, strict=False)
+        ]
 
     @property
     def prompt_tokens(self) -> int:
@@ -230,12 +263,13 @@ class Generation:
                 if isinstance(message, Ended):
                     choice.end(message, piece)
                     choice.over = True
+                    choice.finish_reason = piece.finish_reason
                     continue
                 if message.token_ids and not self.first_token_ns:
                     self.first_token_ns = self._service.clock.now_ns()
                 if choice.take(message, piece):
                     choice.over = True
-                    piece.finish_reason = FinishReason.STOP.value
+                    choice.finish_reason = piece.finish_reason = FinishReason.STOP.value
                     group.finish(index, choice.tokens)
         return [pieces[index] for index in sorted(pieces)]
 

@@ -59,6 +59,10 @@ class RemoteServer:
         """Take an alias away."""
         self._call("DELETE", _path(alias))
 
+    def provenance(self, request_id: str) -> dict[str, Any]:
+        """What answered a request; `request_not_found` when there is no record."""
+        return self._call("GET", f"/v1/requests/{quote(request_id, safe='')}/provenance")
+
     def act(self, alias: str, action: str) -> dict[str, Any]:
         """pin, unpin, prefetch or revoke."""
         return self._call("POST", f"{_path(alias)}/{action}")

@@ -18,27 +18,29 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
-from loraplex.artifact.checkpoint import CheckpointTensors
-from loraplex.artifact.tensors import Dtype
-from loraplex.catalog.memory import AdapterCatalog, Revision
-from loraplex.config import EngineConfig, ServeConfig
-from loraplex.core.errors import CallerError, CapacityError, ErrorCode
-from loraplex.model.spec import spec_from_config
+from loraplex.catalog.adapters import AdapterCatalog
+from loraplex.catalog.artifacts import ArtifactStore, artifacts_folder
+from loraplex.catalog.database import IN_MEMORY
+from loraplex.catalog.requests import RequestLog
+from loraplex.catalog.store import CatalogStore
+from loraplex.config import ServeConfig
+from loraplex.core import limits
+from loraplex.core.errors import CapacityError, ErrorCode
 from loraplex.runtime.adapters import AdapterService
-from loraplex.runtime.base import BaseModel, base_modules, read_config
 from loraplex.runtime.client import EngineClient
 from loraplex.runtime.engine_process import BUILDER
 from loraplex.runtime.images import ImageStore
-from loraplex.runtime.prepare import PreparedAdapter
-from loraplex.runtime.prepare_pool import PreparePool
 from loraplex.runtime.supervisor import EngineSupervisor
 from loraplex.runtime.text import load_tokenizer
 from loraplex.server.announce import Announcer
+from loraplex.server.auth import DEFAULT_TENANT
 from loraplex.server.listen import AsgiApp, Listener
+from loraplex.server.provenance import Provenance
+from loraplex.server.register import Preparation, register_adapters
 from loraplex.server.service import Phase, Service
 
 _log: Final = logging.getLogger(__name__)
-ADAPTER_CONFIG: Final = "adapter_config.json"
+GIB: Final = 1 << 30
 FLUSH_S: Final = 5.0
 """How long answers may take to leave once every request has ended."""
 
@@ -46,81 +48,6 @@ CLOSE_S: Final = 0.5
 """How long connections without a request may take to close."""
 
 Application = Callable[[Service], AsgiApp]
-
-
-class Preparation:
-    """Prepares adapters for the engine of the moment; set up when the engine has said what it is."""
-
-    def __init__(self, folder: Path, engine: EngineConfig) -> None:
-        self._folder = folder
-        self._engine = engine
-        self._pool: PreparePool | None = None
-
-    def begin(self, info: dict[str, Any]) -> None:
-        """info: the engine's own description of the base it loaded."""
-        spec = spec_from_config(read_config(self._folder))
-        dtype = Dtype(info["dtype"])
-        modules = base_modules(spec)
-        dummy = self._engine.load_format == "dummy"
-        base = BaseModel(
-            spec,
-            modules,
-            info["base_abi"],
-            spec.kv_shape(dtype.itemsize, info["page_tokens"]),
-            dtype,
-            None if dummy else CheckpointTensors(self._folder, modules),
-        )
-        self._pool = PreparePool(base, self._engine.images_dir)
-
-    async def __call__(self, source: str) -> PreparedAdapter:
-        """Prepare the adapter in the folder `source`."""
-        if self._pool is None:
-            raise CapacityError(
-                ErrorCode.ENGINE_UNAVAILABLE, "adapters can be loaded once the engine is ready"
-            )
-        return await self._pool(source)
-
-    def close(self) -> None:
-        """End the preparing process."""
-        if self._pool is not None:
-            self._pool.close()
-
-
-def adapter_sources(config: ServeConfig) -> list[tuple[str, str, bool]]:
-    """(alias, source, must be served) of the command line: each --adapter, then each subfolder of --adapter-dir."""
-    sources = [(alias, source, True) for alias, source in config.adapters]
-    taken = {alias for alias, _ in config.adapters}
-    for name in config.adapter_dirs:
-        folder = Path(name)
-        if not folder.is_dir():
-            raise CallerError(
-                ErrorCode.CONFIG_INVALID, f"--adapter-dir {name} is not a folder", param="adapter_dir"
-            )
-        for path in sorted(folder.iterdir()):
-            if (path / ADAPTER_CONFIG).is_file() and path.name not in taken:
-                taken.add(path.name)
-                sources.append((path.name, str(path.resolve()), False))
-    return sources
-
-
-async def register_adapters(service: Service, announcer: Announcer) -> None:
-    """Register the command line's adapters. One named by --adapter must be served; of a folder, what can be."""
-    for alias, source, required in adapter_sources(service.config):
-        try:
-            revision = await service.adapters.add(alias, source)
-        except CallerError as error:
-            if required:
-                raise
-            announcer.say(f"adapter {alias} is not served: {error}")
-            _log.warning("adapter %s is not served: %s", alias, error)
-        else:
-            announcer.say(_adapter_line(revision))
-
-
-def _adapter_line(revision: Revision) -> str:
-    prepared = revision.prepared
-    ranks = "/".join(map(str, prepared.ranks)) or "-"
-    return f"adapter {revision.name}: {prepared.method}, rank {ranks}, {prepared.report}"
 
 
 class Signals:
@@ -179,11 +106,15 @@ async def serve(
     supervisor = EngineSupervisor(
         engine_config, client, builder=builder, log_level=config.log_level, log_json=config.log_json
     )
-    preparation = Preparation(folder, engine_config)
-    store = ImageStore(images)
-    adapters = AdapterService(client, AdapterCatalog(frozenset({base_name})), preparation, store.delete)
+    catalog = AdapterCatalog(frozenset({base_name}), CatalogStore.open(config.catalog or IN_MEMORY))
+    artifacts = ArtifactStore(artifacts_folder(), int(config.store_gb * GIB))
+    preparation = Preparation(folder, engine_config, artifacts)
+    adapters = AdapterService(client, catalog, preparation, ImageStore(images).delete)
+    preparation.named = lambda: adapters.off_loop(catalog.store.contents)
     supervisor.restore = lambda: _restore(adapters)
-    service = Service(config, base_name, load_tokenizer(folder), client, supervisor, adapters)
+    kept = limits.MAX_REQUEST_RECORDS if config.catalog else limits.MAX_REQUEST_RECORDS_IN_MEMORY
+    provenance = Provenance(RequestLog(catalog.store.database, kept), adapters.off_loop)
+    service = Service(config, base_name, load_tokenizer(folder), client, supervisor, adapters, provenance)
     listener = Listener(application(service), config.host, config.port)
 
     def at_once() -> None:
@@ -196,6 +127,7 @@ async def serve(
         for note in supervisor.info.get("notes", ()):
             announcer.say(str(note))
         await register_adapters(service, announcer)
+        adapters.begin()
         service.phase = Phase.OPEN
 
     with Signals(at_once) as signals:
@@ -203,13 +135,14 @@ async def serve(
         try:
             announcer.say(f"listening on {listener.url}; starting the engine for {base_name}")
             if await signals.unless_stopped(open_up()):
-                aliases = [revision.alias for revision in adapters]
+                aliases = [name for name, _ in adapters.visible(DEFAULT_TENANT)]
                 chat = service.codec is not None and service.codec.has_chat_template
                 announcer.ready(listener.url, base_name, aliases, chat)
                 await signals.stop.wait()
             await _drain(service, listener, announcer)
         finally:
             service.phase = Phase.DRAINING
+            await provenance.close()
             await adapters.close()
             await supervisor.stop()
             await client.close()

@@ -21,6 +21,7 @@ from loraplex.runtime.clock import MonotonicClock
 from loraplex.runtime.supervisor import EngineSupervisor
 from loraplex.runtime.text import TextCodec
 from loraplex.server.http import Exchange
+from loraplex.server.provenance import Provenance
 
 
 class Phase(StrEnum):
@@ -36,6 +37,7 @@ class Service:
     """One server. base_name: what callers call the base model. codec: None where the model has no tokenizer.
 
     exchanges: HTTP exchanges that are under way.
+    provenance: where records of served requests go.
     """
 
     config: ServeConfig
@@ -44,6 +46,7 @@ class Service:
     client: EngineClient
     supervisor: EngineSupervisor
     adapters: AdapterService
+    provenance: Provenance | None = None
     clock: Clock = field(default_factory=MonotonicClock)
     phase: Phase = Phase.STARTING
     exchanges: set[Exchange] = field(default_factory=set)

@@ -113,7 +113,7 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
             ErrorCode.INVALID_REQUEST, "stream_options needs stream to be true", param="stream_options"
         )
     priority, deadline = urgency(request, arrival_ns)
-    with bind_model(service, request.model, call.caller.tenant) as model:
+    async with bind_model(service, request.model, call.caller.tenant) as model:
         prepared = await endpoint.prepare(call, request)
         grammar = await _grammar(call, request.response_format)
         answer_id = f"{endpoint.prefix}-{exchange.request_id}"

@@ -215,6 +215,20 @@ template <class T> struct Problem {
       }
   }
 
+  // Asks for the rows of B of a shrink item's ranks: the expand comes after other work.
+  void ask_for_b(const Item& item) const {
+    const Unit& u = ws.units[size_t(item.unit)];
+    const T* b[kRankBlock];
+    for (const Extent* e = u.b; e != u.b_end;) {
+      const int64_t n = e->col_n;
+      e = tile_rows(step.pool, e, u.b_end, item.lo, item.hi, 0, b);
+      for (int64_t k = 0; k < item.hi - item.lo; ++k) {
+        const char* const end = reinterpret_cast<const char*>(b[k] + n);
+        for (const char* p = reinterpret_cast<const char*>(b[k]); p < end; p += 64) __builtin_prefetch(p, 0, 2);
+      }
+    }
+  }
+
   void expand(const Item& item) {
     const Unit& u = ws.units[size_t(item.unit)];
     if (u.rank == 0) return columns(u, item, item.lo, item.hi, nullptr);

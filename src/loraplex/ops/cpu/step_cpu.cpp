@@ -60,6 +60,9 @@ template <class T> struct Layers {
   AttentionRoom room;
   std::vector<float> scratch, head;
   std::vector<const T*> q;
+  std::vector<T> own;
+  T *hidden, *norm;  // the batch's, or this thread's own
+  bool apart = false;
   std::vector<T*> outs;
   struct Scaled { const Unit* unit; int64_t row; };
   std::vector<Scaled> scaled;
@@ -68,6 +71,7 @@ template <class T> struct Layers {
     head.resize(size_t(m.head_dim));
     q.resize(size_t(m.heads / m.kv_heads));
     outs.resize(q.size());
+    hidden = at(b.hidden), norm = at(b.norm);
   }
 
   static T* at(void* p) { return static_cast<T*>(p); }
@@ -92,8 +96,11 @@ template <class T> struct Layers {
     static const Step nobody{};
     Problem<T> lora{b.adapters ? *b.adapters : nobody, ws, b.z, y, columns, x, d_in};
     team.each(tiles + shrinks, stage, [&](int64_t i) {
-      if (i < shrinks) lora.shrink(ws.shrink[size_t(i)]);
-      else work.run(b.rows, (i - shrinks) * step, std::min(step, panels - (i - shrinks) * step), scratch);
+      if (i < shrinks) {
+        const Item& item = ws.shrink[size_t(i)];
+        lora.shrink(item);
+        if (item.row_lo == 0) lora.ask_for_b(item);
+      } else work.run(b.rows, (i - shrinks) * step, std::min(step, panels - (i - shrinks) * step), scratch);
     });
     if (b.scaled) scale_inputs(dense, d_in, columns, x, y);
     if (!ws.expand.empty())
@@ -128,11 +135,17 @@ template <class T> struct Layers {
     });
   }
 
+  // hidden += out, where asked, and norm = its norm. Few rows are normed by every thread for itself: that is cheaper than
+  // waiting for one another twice a layer.
   void norms(const void* weight, bool add) {
+    if (apart) {
+      for (int64_t from = 0; from < b.rows * m.hidden; from += m.hidden)
+        add_norm(hidden + from, add ? at(b.out) + from : nullptr, at(weight), m.hidden, float(m.eps), norm + from);
+      return;
+    }
     team.each(b.rows, stage, [&](int64_t row) {
       const int64_t from = row * m.hidden;
-      add_norm(at(b.hidden) + from, add ? at(b.out) + from : nullptr, at(weight), m.hidden, float(m.eps),
-               at(b.norm) + from);
+      add_norm(hidden + from, add ? at(b.out) + from : nullptr, at(weight), m.hidden, float(m.eps), norm + from);
     });
   }
 
@@ -163,19 +176,25 @@ template <class T> struct Layers {
   }
 
   void run(int64_t from, int64_t to, int64_t parts) {
+    apart = team.threads() > 1 && b.rows <= kFewRows && (parts & kHead) && (parts & kTail);
+    if (apart) {
+      own.resize(size_t(2 * b.rows * m.hidden));
+      std::memcpy(own.data(), b.hidden, size_t(b.rows * m.hidden) * sizeof(T));
+      hidden = own.data(), norm = own.data() + b.rows * m.hidden;
+    }
     const int64_t n = m.head_dim, q_size = m.heads * n, kv_size = m.kv_heads * n;
     for (int64_t i = from; i < to; ++i) {
       const Layer& layer = m.layers[i];
       if (parts & kHead) {
         norms(layer.input_norm, !(parts & kFirst) || i > from);
-        project(layer.qkv, m.hidden, q_size + 2 * kv_size, at(b.norm), at(b.qkv), 0, i);
+        project(layer.qkv, m.hidden, q_size + 2 * kv_size, norm, at(b.qkv), 0, i);
         team.each(b.rows * m.kv_heads, stage,
                   [&](int64_t item) { head_group(layer, i, item / m.kv_heads, item % m.kv_heads); });
       }
       if (parts & kTail) {
         project(layer.o, q_size, m.hidden, at(b.attended), at(b.out), 1, i);
         norms(layer.post_norm, true);
-        project(layer.gate_up, m.hidden, 2 * m.inner, at(b.norm), at(b.gate_up), 2, i);
+        project(layer.gate_up, m.hidden, 2 * m.inner, norm, at(b.gate_up), 2, i);
         team.each(b.rows, stage, [&](int64_t row) {
           const T* both = at(b.gate_up) + row * 2 * m.inner;
           gated(both, both + m.inner, m.inner, at(b.active) + row * m.inner);
@@ -187,9 +206,9 @@ template <class T> struct Layers {
       team.each(b.rows, stage, [&](int64_t row) {
         const int64_t start = row * m.hidden;
         for (int64_t j = 0; j < m.hidden; j += kLanes) {
-          T* to_hidden = at(b.hidden) + start + j;
           const int64_t left = m.hidden - j;
-          store_some(to_hidden, load_some(to_hidden, left) + load_some(at(b.out) + start + j, left), left);
+          store_some(at(b.hidden) + start + j,
+                     load_some(hidden + start + j, left) + load_some(at(b.out) + start + j, left), left);
         }
       });
   }

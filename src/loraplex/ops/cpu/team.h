@@ -39,7 +39,7 @@ class Team {
   }
 
  private:
-  static constexpr int kSpins = 4000;
+  static constexpr int kSpins = 400;  // about 10 us
 
   void wait(int64_t stage) {
     const int phase = phase_.value.load(std::memory_order_acquire);

@@ -1,0 +1,161 @@
+"""Where an adapter may come from: a local folder, an object store, a web server, a hub pinned to a commit.
+
+Owns the text of a source, and what a remote caller may name: a local path only inside an allowed root, links followed,
+`..`, links that leave it, devices and pipes refused; a web address only under an allowed prefix, since the server
+would fetch it from inside its network. Object stores and hubs are read with the server's own credentials and are the
+operator's to grant; a prefix given for their scheme narrows them to it. Opens nothing.
+
+Specification: DESIGN 4 "Tenants"; DESIGN 5 (`--adapter-dir`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from loraplex.core import limits
+from loraplex.core.errors import CallerError, ErrorCode
+
+OBJECT_SCHEMES: Final = frozenset({"s3", "gs", "az", "abfs", "abfss"})
+WEB_SCHEMES: Final = frozenset({"http", "https"})
+HUB_SCHEME: Final = "hf"
+_HUB: Final = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)@(?P<commit>[^/]+)(?:/(?P<folder>[\w./-]+))?")
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_REMOTE: Final = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[^/?#@\s]+)(?P<path>/[^?#\s]*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSource:
+    """A folder of this machine."""
+
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSource:
+    """A folder elsewhere. scheme: of its text. url: what the object-store library opens. text: as it was given."""
+
+    text: str
+    scheme: str
+    url: str
+
+
+def is_remote(source: str) -> bool:
+    """Whether a source is not a path of this machine."""
+    return "://" in source
+
+
+def parse_source(source: str) -> LocalSource | RemoteSource:
+    """What a source names. Raises `unsupported_option` for an unknown scheme, `adapter_source_unpinned` for a hub
+    source without a whole commit, `adapter_source_missing` for one that is malformed.
+    """
+    if not source or len(source) > limits.MAX_SOURCE_CHARS or "\0" in source:
+        raise _malformed(source)
+    if not is_remote(source):
+        return LocalSource(Path(source))
+    scheme = source.partition("://")[0].lower()
+    if scheme == HUB_SCHEME:
+        return _hub(source)
+    if scheme not in OBJECT_SCHEMES | WEB_SCHEMES:
+        raise CallerError(
+            ErrorCode.UNSUPPORTED_OPTION,
+            f"source {source[:80]!r} has the scheme {scheme[:20]!r}, expected a local path, "
+            f"{', '.join(sorted(OBJECT_SCHEMES | WEB_SCHEMES))} or hf",
+            param="source",
+        )
+    match = _REMOTE.fullmatch(source)
+    if match is None or ".." in (match["path"] or "").split("/"):
+        raise _malformed(source)
+    return RemoteSource(source, scheme, source.rstrip("/"))
+
+
+def _hub(source: str) -> RemoteSource:
+    match = _HUB.fullmatch(source)
+    if match is None or ".." in source.split("/"):
+        if "@" not in source:
+            raise _unpinned(source, "no commit")
+        raise _malformed(source)
+    if not _COMMIT.fullmatch(match["commit"]):
+        raise _unpinned(source, f"{match['commit'][:40]!r}")
+    folder = f"/{match['folder'].strip('/')}" if match["folder"] else ""
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    return RemoteSource(source, HUB_SCHEME, f"{hub}/{match['repo']}/resolve/{match['commit']}{folder}")
+
+
+def permitted(source: str, roots: Sequence[str | os.PathLike[str]]) -> str:
+    """The source behind what a remote caller named, if the roots (--adapter-dir: folders and prefixes) permit it.
+
+    Raises `adapter_source_forbidden` otherwise, without saying whether a path exists; else as `parse_source`.
+    """
+    parsed = parse_source(source) if "\0" not in source else LocalSource(Path(os.devnull))
+    texts = [os.fspath(root) for root in roots]
+    if isinstance(parsed, LocalSource):
+        return _permitted_folder(source, [root for root in texts if not is_remote(root)])
+    prefixes = [root.rstrip("/") for root in texts if is_remote(root)]
+    mine = [root for root in prefixes if root.partition("://")[0] == parsed.scheme]
+    text = source.rstrip("/")
+    inside = any(text == root or text.startswith(f"{root}/") for root in mine)
+    if inside or (not mine and parsed.scheme not in WEB_SCHEMES):
+        return source
+    raise CallerError(
+        ErrorCode.ADAPTER_SOURCE_FORBIDDEN,
+        f"source {source[:80]!r} must lie under a {parsed.scheme}:// prefix given as --adapter-dir",
+        param="source",
+    )
+
+
+def _permitted_folder(source: str, roots: Sequence[str]) -> str:
+    path = Path(source)
+    if "\0" not in source and path.is_absolute() and ".." not in path.parts:
+        real = Path(os.path.realpath(path))
+        allowed = [Path(os.path.realpath(root)) for root in roots]
+        if any(real.is_relative_to(root) for root in allowed) and _files_stay(real, allowed):
+            return str(real)
+    raise CallerError(
+        ErrorCode.ADAPTER_SOURCE_FORBIDDEN,
+        f"source {source[:80]!r} must be an absolute path without '..' that resolves into a folder given as "
+        "--adapter-dir, with no file in it that is a device, a pipe or a link that leaves it",
+        param="source",
+    )
+
+
+def _files_stay(folder: Path, roots: Sequence[Path]) -> bool:
+    """Whether every file that a load could open is a regular one inside the roots. What is not there is not judged."""
+    try:
+        entries = list(os.scandir(folder)) if folder.is_dir() else []
+    except OSError:
+        return False
+    for entry in entries:
+        if not entry.name.startswith("adapter_"):
+            continue
+        real = Path(os.path.realpath(entry.path))
+        if not any(real.is_relative_to(root) for root in roots):
+            return False
+        try:
+            mode = real.stat().st_mode
+        except OSError:
+            continue  # a dead link is the load's to refuse
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            return False
+    return True
+
+
+def _malformed(source: str) -> CallerError:
+    return CallerError(
+        ErrorCode.ADAPTER_SOURCE_MISSING,
+        f"source {source[:80]!r} is not a source; give a folder, SCHEME://HOST/PATH or hf://OWNER/NAME@COMMIT",
+        param="source",
+    )
+
+
+def _unpinned(source: str, seen: str) -> CallerError:
+    return CallerError(
+        ErrorCode.ADAPTER_SOURCE_UNPINNED,
+        f"source {source[:80]!r} names {seen}; a branch or tag can move, so give the commit's 40 hexadecimal digits",
+        param="source",
+    )

@@ -1,0 +1,248 @@
+"""What answered a request, remembered: records made when a request ends, written in batches, found by request id.
+
+Nothing waits for a record: a request's end puts it into a queue, a task writes the queue in one transaction. While the
+database does not answer, records wait up to a limit and are then counted as lost. A request of a second attempt with
+the id of an earlier one is told from it by its attempt.
+
+Specification: 0x01G "Request, Slot, K/V, And Prefix Projections"; DESIGN 4 "Identity".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from loraplex.catalog.requests import ChoiceRecord, RequestLog, RequestRecord
+from loraplex.core import limits
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
+from loraplex.core.ids import (
+    CacheGeneration,
+    CatalogRevision,
+    PlanGeneration,
+    PointerTableGeneration,
+    RequestAttempt,
+    RngGeneration,
+    SlotGeneration,
+)
+from loraplex.core.messages import EngineSampling, TokenBinding
+from loraplex.identity.binding import RequestBinding, SlotBinding
+from loraplex.identity.canonical import digest
+from loraplex.identity.generations import GenerationVector, encode
+
+_log: Final = logging.getLogger(__name__)
+BATCH: Final = 512
+WRITE_EVERY_S: Final = 0.2
+PRUNE_EVERY: Final = 4096
+"""Records between two looks at what is too old."""
+T = TypeVar("T")
+OffLoop = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a request was bound to when its name was resolved. kernel: None until the engine has the adapter."""
+
+    model: str
+    base: str
+    namespace: str | None = None
+    artifact: str | None = None
+    semantic: str | None = None
+    kernel: str | None = None
+    catalog_generation: int = 0
+
+
+@dataclass(slots=True)
+class ChoiceSeen:
+    """What became of one sample."""
+
+    sampling: EngineSampling
+    output_tokens: int = 0
+    finish_reason: str | None = None
+    binding: TokenBinding | None = None
+
+
+class Attempts:
+    """Counts how often a (tenant, request id) was seen lately by this server."""
+
+    def __init__(self, size: int = limits.MAX_UNWRITTEN_RECORDS) -> None:
+        self._size = size
+        self._seen: OrderedDict[tuple[str, str], int] = OrderedDict()
+
+    def next(self, tenant: str, request_id: str) -> int:
+        """The attempt that begins now: 0 for an id that was not seen."""
+        key = (tenant, request_id)
+        attempt = self._seen.pop(key, -1) + 1
+        self._seen[key] = attempt
+        if len(self._seen) > self._size:
+            self._seen.popitem(last=False)
+        return attempt
+
+
+def request_record(
+    request_id: str,
+    tenant: str,
+    attempt: int,
+    served: Served,
+    choices: list[ChoiceSeen],
+    outcome: str,
+    prompt_tokens: int,
+    engine_epoch: int,
+    device: str,
+) -> RequestRecord:
+    """The record of a request that ended now. engine_epoch: which engine of this server, counted from 0."""
+    policy = digest({"choices": [_plain(choice.sampling) for choice in choices]})
+    binding = RequestBinding(
+        namespace=tenant, request_id=request_id, attempt=attempt, lineage=request_id, base=served.base,
+        semantic=served.semantic, policy=policy,
+    )  # fmt: skip
+    return RequestRecord(
+        request_id=request_id,
+        tenant=tenant,
+        attempt=attempt,
+        at_ms=time.time_ns() // 1_000_000,
+        model=served.model,
+        namespace=served.namespace,
+        base=served.base,
+        artifact=served.artifact,
+        semantic=served.semantic,
+        kernel=served.kernel,
+        policy=policy,
+        binding=binding.digest,
+        catalog_generation=served.catalog_generation,
+        outcome=outcome,
+        prompt_tokens=prompt_tokens,
+        output_tokens=sum(choice.output_tokens for choice in choices),
+        choices=tuple(_choice(choice, attempt, served, engine_epoch, device) for choice in choices),
+    )
+
+
+def _choice(seen: ChoiceSeen, attempt: int, served: Served, epoch: int, device: str) -> ChoiceRecord:
+    bound = seen.binding
+    slot = None
+    if bound is not None and served.semantic is not None and served.kernel is not None:
+        slot = SlotBinding(
+            epoch, device, bound.adapter_slot, bound.adapter_generation, bound.adapter_generation,
+            served.semantic, served.kernel,
+        ).digest  # fmt: skip
+    return ChoiceRecord(
+        seed=seen.sampling.seed,
+        finish_reason=seen.finish_reason,
+        output_tokens=seen.output_tokens,
+        slot=slot,
+        generations=None if bound is None else _generations(bound, attempt, served),
+        admissions=0 if bound is None else bound.admission,
+    )
+
+
+def _generations(bound: TokenBinding, attempt: int, served: Served) -> dict[str, str]:
+    return encode(
+        GenerationVector(
+            catalog=CatalogRevision(served.catalog_generation),
+            request=RequestAttempt(attempt),
+            slot=SlotGeneration(bound.adapter_generation),
+            pointer_table=PointerTableGeneration(bound.adapter_generation),
+            plan=PlanGeneration(bound.plan),
+            cache=CacheGeneration(bound.cache),
+            rng=RngGeneration(bound.sampled),
+        )
+    )
+
+
+def _plain(sampling: EngineSampling) -> Any:
+    """Sampling as canonical values: floats as their shortest decimal text."""
+    return _texts(msgspec.to_builtins(sampling))
+
+
+def _texts(value: Any) -> Any:
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, dict):
+        return {name: _texts(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_texts(item) for item in value]
+    return value
+
+
+@dataclass(slots=True)
+class Provenance:
+    """The queue of records and the log behind it. off_loop: runs what waits for the database."""
+
+    log: RequestLog
+    off_loop: OffLoop
+    attempts: Attempts = field(default_factory=Attempts)
+    lost: int = 0
+    _queue: deque[RequestRecord] = field(default_factory=deque)
+    _since_prune: int = PRUNE_EVERY
+    _task: asyncio.Task[None] | None = None
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, record: RequestRecord) -> None:
+        """Remember a record; it is written soon. Never waits."""
+        if len(self._queue) >= limits.MAX_UNWRITTEN_RECORDS:
+            self.lost += 1
+            if self.lost == 1:
+                _log.error("request records are lost: %d wait for the catalog", len(self._queue))
+            return
+        self._queue.append(record)
+        self._wake.set()
+        if self._task is None:
+            self._task = asyncio.create_task(self._write_always())
+
+    async def find(self, request_id: str, tenant: str | None) -> list[RequestRecord]:
+        """Records of a request id, the newest first; raises `request_not_found` when there are none."""
+        waiting = [
+            record
+            for record in self._queue
+            if record.request_id == request_id and tenant in (None, record.tenant)
+        ]
+        stored: list[RequestRecord] = await self.off_loop(lambda: self.log.find(request_id, tenant))
+        records = [*reversed(waiting), *(record for record in stored if record not in waiting)]
+        if not records:
+            raise CallerError(
+                ErrorCode.REQUEST_NOT_FOUND,
+                f"there is no record of request {request_id[:80]!r}: it is unknown, under way, or forgotten by now",
+                param="request_id",
+            )
+        return records
+
+    async def flush(self) -> None:
+        """Write everything that waits; raises `catalog_unavailable` and keeps it when that fails."""
+        while self._queue:
+            batch = [self._queue[index] for index in range(min(BATCH, len(self._queue)))]
+            await self.off_loop(functools.partial(self.log.write, batch))
+            for _ in batch:
+                self._queue.popleft()
+            self._since_prune += len(batch)
+        if self._since_prune >= PRUNE_EVERY:
+            self._since_prune = 0
+            await self.off_loop(lambda: self.log.prune(time.time_ns() // 1_000_000))
+
+    async def close(self) -> None:
+        """Write what waits, once, and stop."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        try:
+            await self.flush()
+        except LoraplexError as error:
+            _log.error("%d request records are lost: %s", len(self._queue), error)
+
+    async def _write_always(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            await asyncio.sleep(WRITE_EVERY_S)  # what else ends meanwhile goes into the same transaction
+            try:
+                await self.flush()
+            except LoraplexError as error:
+                _log.warning("request records wait: %s", error)
+                self._wake.set()

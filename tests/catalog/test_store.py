@@ -1,0 +1,284 @@
+"""Publication over real databases: compare-and-set, generations, tombstones, immutability, two servers, grants."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from tests.catalog.conftest import Opener
+from tests.catalog.make import artifact, draft
+
+from loraplex.catalog.adapters import AdapterCatalog
+from loraplex.catalog.changes import DEFAULT_GRANT, Expectation, Mode
+from loraplex.catalog.records import ANY, Grant, Right
+from loraplex.catalog.rows import Kind
+from loraplex.catalog.store import CatalogStore
+from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
+
+
+def refused(code: ErrorCode, call: Callable[[], object]) -> LoraplexError:
+    with pytest.raises(LoraplexError) as caught:
+        call()
+    assert caught.value.code is code, str(caught.value)
+    return caught.value
+
+
+def names(store: CatalogStore) -> dict[str, int]:
+    return {r.alias: r.revision for r in AdapterCatalog(store=store)}
+
+
+def test_a_revision_is_what_was_published(opened: Opener) -> None:
+    store = opened()
+    old, new = store.publish(draft("a", 1, content="c" * 64, actor="key of ops"), Mode.ADD)
+    assert old is None
+    assert (new.revision, new.generation, new.actor, new.content) == (1, 1, "key of ops", "c" * 64)
+    assert new.artifact == artifact(1)
+    again = opened()
+    assert again.revision("default", "a", 1) == new
+    assert again.generation() == 1
+    assert AdapterCatalog(store=again).current("a") == new
+    assert again.revision("default", "a", 2) is None
+
+
+def test_numbers_go_on_over_a_tombstone(opened: Opener) -> None:
+    store = opened()
+    for number in range(3):
+        store.publish(draft("a", number), Mode.PUT)
+    removed, generation = store.remove("default", "a")
+    assert (removed.revision, generation) == (3, 4)
+    assert names(store) == {}
+    refused(ErrorCode.ADAPTER_NOT_FOUND, lambda: store.remove("default", "a"))
+    refused(ErrorCode.ADAPTER_NOT_FOUND, lambda: store.publish(draft("a"), Mode.SWAP))
+    _, new = store.publish(draft("a", 0), Mode.ADD)
+    assert (new.revision, new.generation) == (4, 5)
+    assert [r.revision for r in store.history("default", "a")] == [4, 3, 2, 1]
+    assert [(p.generation, p.kind, p.revision) for p in store.publications()] == [
+        (1, Kind.ADD, 1), (2, Kind.SWAP, 2), (3, Kind.SWAP, 3), (4, Kind.REMOVE, 3), (5, Kind.ADD, 4),
+    ]  # fmt: skip
+
+
+def test_a_refused_change_leaves_no_trace(opened: Opener) -> None:
+    store = opened()
+    store.publish(draft("a", 1), Mode.ADD)
+    calls: list[tuple[ErrorCode, Callable[[], object]]] = [
+        (ErrorCode.ADAPTER_EXISTS, lambda: store.publish(draft("a", 2), Mode.ADD)),
+        (ErrorCode.ADAPTER_NOT_FOUND, lambda: store.publish(draft("b", 2), Mode.SWAP)),
+        (ErrorCode.ADAPTER_NOT_FOUND, lambda: store.publish(draft("b", 2), Mode.PUT, Expectation(1))),
+        (ErrorCode.ADAPTER_REVISION_CONFLICT, lambda: store.publish(draft("a", 2), Mode.PUT, Expectation(2))),
+        (ErrorCode.CATALOG_CONFLICT, lambda: store.publish(draft("a", 2), Mode.PUT, Expectation(None, 0))),
+        (ErrorCode.CATALOG_CONFLICT, lambda: store.remove("default", "a", expected=Expectation(1, 7))),
+        (ErrorCode.ADAPTER_REVISION_CONFLICT, lambda: store.remove("default", "a", expected=Expectation(7))),
+        (ErrorCode.ADAPTER_NOT_FOUND, lambda: store.remove("default", "b")),
+        (ErrorCode.ADAPTER_NOT_FOUND, lambda: store.remove("other", "a")),
+        (ErrorCode.INVALID_REQUEST, lambda: store.publish(draft("a b"), Mode.PUT)),
+        (ErrorCode.INVALID_REQUEST, lambda: store.publish(draft("a", namespace="x/y"), Mode.PUT)),
+        (ErrorCode.INVALID_REQUEST, lambda: store.grant(Grant("default", ANY, "t", ()))),
+        (ErrorCode.ADAPTER_NOT_FOUND, lambda: store.withdraw("default", "a", "nobody")),
+        (
+            ErrorCode.CATALOG_RECORD_INVALID,
+            lambda: store.publish(draft("a", artifact=artifact(3, tensors_applied=11)), Mode.PUT),
+        ),
+    ]
+    before = store.changes()
+    for code, call in calls:
+        refused(code, call)
+        assert store.changes() == before
+
+
+def test_the_same_artifact_is_recorded_once_and_never_otherwise(opened: Opener) -> None:
+    store = opened()
+    store.publish(draft("a", 1), Mode.ADD)
+    store.publish(draft("b", 1, source="/elsewhere"), Mode.ADD)
+    with store.database.reading() as connection:
+        assert connection.execute(text("SELECT count(*) FROM artifacts")).scalar_one() == 1
+    other = draft("c", artifact=artifact(1, method="rslora"))
+    refused(ErrorCode.CATALOG_RECORD_INVALID, lambda: store.publish(other, Mode.ADD))
+
+
+@pytest.mark.parametrize("table", ["revisions", "artifacts", "publications"])
+@pytest.mark.parametrize("statement", ["UPDATE {} SET {} = {}", "DELETE FROM {}"])
+def test_the_database_itself_keeps_what_is_immutable(opened: Opener, table: str, statement: str) -> None:
+    store = opened()
+    store.publish(draft("a", 1), Mode.ADD)
+    store.remove("default", "a")
+    column = {"revisions": "record", "artifacts": "record", "publications": "actor"}[table]
+    with pytest.raises(CapacityError, match="immutable"), store.database.writing() as connection:
+        connection.execute(text(statement.format(table, column, "'x'")))
+    assert store.revision("default", "a", 1) is not None
+
+
+def test_two_servers_see_each_other(opened: Opener) -> None:
+    here, there = AdapterCatalog(store=opened()), AdapterCatalog(store=opened())
+    here.publish(draft("a", 1), Mode.ADD)
+    assert there.get("a") is None
+    assert there.refresh() == []
+    assert there.current("a") == here.current("a")
+    there.publish(draft("a", 2), Mode.SWAP, Expectation(1))
+    refused(
+        ErrorCode.ADAPTER_REVISION_CONFLICT, lambda: here.publish(draft("a", 3), Mode.SWAP, Expectation(1))
+    )
+    there.publish(draft("b", 2), Mode.ADD)
+    # A change of our own also brings what others did in between.
+    here.publish(draft("c", 3), Mode.ADD)
+    assert {r.name for r in here} == {"a@2", "b@1", "c@1"}
+    assert here.generation == 4
+    there.remove("a")
+    assert [r.name for r in here.refresh()] == ["a@2"]
+    refused(ErrorCode.MODEL_NOT_FOUND, lambda: here.resolve("a"))
+    assert here.refresh() == []
+
+
+def test_one_of_many_racing_swaps_wins_each_round(opened: Opener) -> None:
+    stores = [opened() for _ in range(3)]
+    stores[0].publish(draft("a", 0), Mode.ADD)
+    won: list[int] = []
+    lost: list[ErrorCode] = []
+
+    def race(store: CatalogStore, number: int, expected: int) -> None:
+        try:
+            won.append(store.publish(draft("a", number), Mode.SWAP, Expectation(expected))[1].revision)
+        except CallerError as error:
+            lost.append(error.code)
+
+    for round_ in range(1, 6):
+        threads = [threading.Thread(target=race, args=(s, n, round_)) for n, s in enumerate(stores, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert won == list(range(2, round_ + 2))
+    assert lost == [ErrorCode.ADAPTER_REVISION_CONFLICT] * 10
+    assert stores[0].generation() == 6
+
+
+def test_grants_are_recorded_replaced_and_withdrawn(opened: Opener) -> None:
+    catalog = AdapterCatalog(store=opened())
+    other = AdapterCatalog(store=opened())
+    assert catalog.store.changes().grants == (DEFAULT_GRANT,)
+    catalog.publish(draft("secret", 1, namespace="acme"), Mode.ADD)
+    other.refresh()
+    view = other.view
+    refused(ErrorCode.MODEL_NOT_FOUND, lambda: view.resolve("globex", "acme/secret"))
+    refused(ErrorCode.ADAPTER_NOT_FOUND, lambda: view.require("globex", "acme", "secret", Right.SWAP))
+    catalog.grant(Grant("acme", "secret", "globex", (Right.LIST, Right.USE)))
+    other.refresh()
+    assert view.resolve("globex", "acme/secret").name == "secret@1"
+    refused(ErrorCode.FORBIDDEN, lambda: view.require("globex", "acme", "secret", Right.SWAP))
+    refused(ErrorCode.MODEL_NOT_FOUND, lambda: view.resolve("initech", "acme/secret"))
+    catalog.grant(Grant("acme", "secret", "globex", (Right.LIST,)))
+    other.refresh()
+    refused(ErrorCode.MODEL_NOT_FOUND, lambda: view.resolve("globex", "acme/secret"))
+    assert [name for name, _ in view.visible("globex")] == ["acme/secret"]
+    catalog.store.withdraw("acme", "secret", "globex")
+    other.refresh()
+    assert view.visible("globex") == []
+    catalog.store.withdraw(*(DEFAULT_GRANT.namespace, DEFAULT_GRANT.alias, DEFAULT_GRANT.tenant))
+    assert AdapterCatalog(store=opened()).store.changes().grants == ()
+
+
+def test_names_of_tenants() -> None:
+    catalog = AdapterCatalog()
+    catalog.publish(draft("shared", 1), Mode.ADD)
+    catalog.publish(draft("own", 2, namespace="acme"), Mode.ADD)
+    catalog.publish(draft("own", 3, namespace="globex"), Mode.ADD)
+    view = catalog.view
+    assert view.resolve("acme", "own").key == artifact(2).semantic
+    assert view.resolve("globex", "own").key == artifact(3).semantic
+    assert view.resolve("acme", "shared@1").key == artifact(1).semantic
+    for tenant, name in (
+        ("default", "own"),
+        ("acme", "globex/own"),
+        ("globex", "acme/own"),
+        ("acme", "own@2"),
+    ):
+        refused(ErrorCode.MODEL_NOT_FOUND, lambda t=tenant, n=name: view.resolve(t, n))
+    assert [name for name, _ in view.visible("acme")] == ["own", "shared"]
+    # A tenant's own alias hides the operator's of the same name; that one keeps a name of its own.
+    catalog.publish(draft("shared", 4, namespace="acme"), Mode.ADD)
+    assert view.resolve("acme", "shared").key == artifact(4).semantic
+    assert view.resolve("acme", "default/shared").key == artifact(1).semantic
+    assert view.resolve("globex", "shared").key == artifact(1).semantic
+    assert [name for name, _ in view.visible("acme")] == ["default/shared", "own", "shared"]
+
+
+def test_a_revoked_artifact_loses_every_name_for_good(opened: Opener) -> None:
+    here, there = AdapterCatalog(store=opened()), AdapterCatalog(store=opened())
+    for alias, number, namespace in (("a", 1, "default"), ("b", 1, "acme"), ("c", 2, "default")):
+        here.publish(draft(alias, number, namespace=namespace), Mode.ADD)
+    here.publish(draft("c", 1), Mode.SWAP)
+    here.publish(draft("c", 2), Mode.SWAP)
+    there.refresh()
+    gone = here.revoke(artifact(1).semantic)
+    assert sorted((r.namespace, r.name) for r in gone) == [("acme", "b@1"), ("default", "a@1")]
+    assert [r.name for r in here] == ["c@3"]
+    assert there.store.changes(there.generation).revoked == (artifact(1).semantic,)
+    assert len(there.refresh()) == 2
+    refused(ErrorCode.ADAPTER_REVOKED, lambda: there.publish(draft("d", 1), Mode.PUT))
+    refused(ErrorCode.ADAPTER_REVOKED, lambda: there.store.revoke(artifact(1).semantic))
+    refused(ErrorCode.ADAPTER_NOT_FOUND, lambda: there.store.revoke(artifact(9).semantic))
+    assert [p.kind for p in here.store.publications()][-3:] == [Kind.REVOKE, Kind.REMOVE, Kind.REMOVE]
+    assert AdapterCatalog(store=opened()).generation == 8
+
+
+def test_contents_that_revisions_name(opened: Opener) -> None:
+    store = opened()
+    keys = [f"{n}" * 64 for n in range(1, 5)]
+    for key in keys[:2]:
+        store.publish(draft("a", int(key[0]), content=key), Mode.PUT)
+    store.publish(draft("b", 3, content=keys[2]), Mode.PUT)
+    store.publish(draft("c", 4), Mode.PUT)
+    assert store.contents() == ({keys[1], keys[2]}, {keys[0]})
+    store.remove("default", "b")
+    store.publish(draft("d", 1, content=keys[0]), Mode.PUT)
+    assert store.contents() == ({keys[1], keys[0]}, set())
+
+
+URLS: list[tuple[str, str]] = [
+    ("mysql://x", "begins with 'mysql'"),
+    ("catalog.db", "begins with"),
+    ("sqlite+aiosqlite:///x", "begins with 'sqlite+aiosqlite'"),
+    ("sqlite:////nowhere/at/all/catalog.db", "does not exist"),
+    ("postgresql://nobody@/nothing?host=/nowhere", "cannot be opened"),
+]
+
+
+@pytest.mark.parametrize(("url", "words"), URLS)
+def test_what_cannot_be_a_catalog(url: str, words: str) -> None:
+    error = refused(ErrorCode.CONFIG_INVALID, lambda: CatalogStore.open(url))
+    assert words in error.message
+
+
+def test_a_file_that_is_no_database_or_of_another_schema(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no database" * 100)
+    error = refused(ErrorCode.CONFIG_INVALID, lambda: CatalogStore.open(f"sqlite:///{tmp_path / 'text'}"))
+    assert "cannot be opened" in error.message
+    url = f"sqlite:///{tmp_path / 'other'}"
+    store = CatalogStore.open(url)
+    with store.database.writing() as connection:
+        connection.execute(text("UPDATE catalog_meta SET schema = 99"))
+    store.close()
+    assert "schema 99" in refused(ErrorCode.CONFIG_INVALID, lambda: CatalogStore.open(url)).message
+
+
+def test_a_lost_or_doubled_generation_is_noticed() -> None:
+    for change in ("INSERT INTO catalog_meta VALUES (2, 1, 0)", "DELETE FROM catalog_meta"):
+        store = CatalogStore.open()
+        with store.database.writing() as connection:
+            connection.execute(text(change))
+        refused(ErrorCode.CATALOG_RECORD_INVALID, lambda s=store: s.publish(draft(), Mode.ADD))
+        refused(ErrorCode.CATALOG_RECORD_INVALID, store.changes)
+
+
+def test_a_database_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"sqlite:///{tmp_path / 'catalog.db'}"
+    store, other = CatalogStore.open(url), CatalogStore.open(url)
+    with other.database.writing(), store.database.reading() as connection:
+        connection.execute(text("PRAGMA busy_timeout = 1"))
+    with other.database.writing():
+        error: Any = refused(ErrorCode.CATALOG_UNAVAILABLE, lambda: store.publish(draft(), Mode.ADD))
+    assert error.status == 503
+    store.publish(draft(), Mode.ADD)

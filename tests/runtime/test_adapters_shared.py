@@ -1,0 +1,266 @@
+"""Adapters of a durable catalog: what an earlier run or another server published, read again and held to its digest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from tests.runtime.test_adapters import BASE_ABI, Engine, Preparing, artifact, key
+
+from loraplex.artifact.identify import AdapterIdentity
+from loraplex.catalog.adapters import AdapterCatalog
+from loraplex.catalog.database import Database
+from loraplex.catalog.store import CatalogStore
+from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
+from loraplex.core.messages import RegisterAdapter
+from loraplex.identity.digests import ALWAYS_ON, semantic_abi
+from loraplex.runtime.adapters import AdapterService
+from loraplex.runtime.prepare import PreparedAdapter
+
+
+class Reading(Preparing):
+    """Counts what it reads. holds: what a source holds now, if not what it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[str] = []
+        self.began = asyncio.Event()
+        self.holds: dict[str, str] = {}
+        self.base = BASE_ABI
+        self.missing = False
+
+    async def __call__(self, source: str, content: str | None = None) -> PreparedAdapter:
+        self.read.append(source)
+        self.began.set()
+        await self.gate.wait()
+        if self.missing:
+            raise CallerError(ErrorCode.ADAPTER_SOURCE_MISSING, "it is gone", param="source")
+        held = artifact(self.holds.get(source, source))
+        name = semantic_abi(self.base, held, ALWAYS_ON)
+        register = RegisterAdapter(0, name, name, 1, ((1, 1),), (0,), 1)
+        return PreparedAdapter(
+            AdapterIdentity(self.base, held, name), "lora", (1,), ("q",), 1, 1, 1, 1, 1, "", register
+        )
+
+
+class Server:
+    """One server's part: engine, preparation, service over the shared catalog."""
+
+    def __init__(self, url: str) -> None:
+        self.engine, self.reading = Engine(), Reading()
+        self.service = AdapterService(
+            self.engine, AdapterCatalog(frozenset({"base"}), CatalogStore.open(url)), self.reading
+        )
+
+
+Test = Callable[[Callable[[], Server]], Awaitable[None]]
+
+
+def run(tmp_path: Path, test: Test) -> None:
+    async def bounded() -> None:
+        servers: list[Server] = []
+
+        def server() -> Server:
+            servers.append(Server(f"sqlite:///{tmp_path / 'catalog.db'}"))
+            return servers[-1]
+
+        async with asyncio.timeout(60):
+            try:
+                await test(server)
+            finally:
+                for made in servers:
+                    await made.service.close()
+
+    asyncio.run(bounded())
+
+
+async def refused(code: ErrorCode, server: Server, name: str) -> None:
+    with pytest.raises(LoraplexError) as caught:
+        async with server.service.serving(name):
+            pytest.fail("it must not be served")
+    assert caught.value.code is code
+
+
+def test_a_restart_serves_what_was_published_and_reads_it_once(tmp_path: Path) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        before = server()
+        await before.service.add("a", "x")
+        await before.service.swap("a", "y")
+        await before.service.add("b", "z")
+        await before.service.remove("b")
+        after = server()
+        assert [r.name for r in after.service] == ["a@2"]
+        assert after.engine.sent == []
+        await asyncio.gather(*(enter(after, "a") for _ in range(5)))
+        assert after.reading.read == ["y"]
+        assert after.engine.sent == [("+", key("y"))]
+        await refused(ErrorCode.MODEL_NOT_FOUND, after, "b")
+
+    run(tmp_path, test)
+
+
+async def enter(server: Server, name: str) -> str:
+    async with server.service.serving(name) as revision:
+        return revision.name
+
+
+def test_the_background_reads_everything_and_what_cannot_be_read_is_refused_alone(tmp_path: Path) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        before = server()
+        for alias, source in (("a", "x"), ("b", "y"), ("c", "z")):
+            await before.service.add(alias, source)
+        after = server()
+        after.reading.holds["y"] = "something else"
+        after.service.begin()
+        await after.service.settled()
+        assert {k for _, k in after.engine.sent} == {key("x"), key("z")}
+        await refused(ErrorCode.ADAPTER_SOURCE_CHANGED, after, "b")
+        assert await enter(after, "c") == "c@1"
+        after.reading.holds.clear()  # the source is what it was again
+        assert await enter(after, "b") == "b@1"
+
+    run(tmp_path, test)
+
+
+def test_another_base_or_a_source_that_is_gone_is_refused(tmp_path: Path) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        await server().service.add("a", "x")
+        other = server()
+        other.reading.base = "b" * 64
+        await refused(ErrorCode.ADAPTER_BASE_MISMATCH, other, "a")
+        other.reading.missing = True
+        await refused(ErrorCode.ADAPTER_SOURCE_MISSING, other, "a")
+        assert other.engine.sent == []
+
+    run(tmp_path, test)
+
+
+def test_servers_see_publications_swaps_and_removals_of_each_other(tmp_path: Path) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        here, there = server(), server()
+        await here.service.add("a", "x")
+        assert await enter(there, "a") == "a@1"  # a name that is not known is looked up before it is refused
+        await there.service.swap("a", "y", 1)
+        with pytest.raises(CallerError) as caught:
+            await here.service.swap("a", "z", 1)
+        assert caught.value.code is ErrorCode.ADAPTER_REVISION_CONFLICT
+        await here.service.settled()
+        assert here.engine.sent[-1] == ("-", key("z"))  # the loser's artifact leaves the engine again
+        await here.service.refresh()
+        await here.service.settled()
+        assert {("-", key("x")), ("+", key("y"))} <= set(here.engine.sent)
+        assert await enter(here, "a") == "a@2"
+        await there.service.remove("a")
+        following = asyncio.create_task(here.service.follow(every_s=0))
+        await here.engine.until(len(here.engine.sent) + 1)
+        following.cancel()
+        assert here.engine.sent[-1] == ("-", key("y"))
+        await refused(ErrorCode.MODEL_NOT_FOUND, here, "a")
+
+    run(tmp_path, test)
+
+
+def test_a_revision_superseded_elsewhere_lives_as_long_as_it_is_bound(tmp_path: Path) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        here, there = server(), server()
+        await here.service.add("a", "x")
+        await there.service.refresh()
+        async with here.service.serving("a") as bound:
+            await there.service.swap("a", "y")
+            await here.service.refresh()
+            assert bound.name == "a@1"
+            assert ("-", key("x")) not in here.engine.sent
+        await here.service.settled()
+        assert ("-", key("x")) in here.engine.sent
+
+    run(tmp_path, test)
+
+
+def test_a_revision_superseded_while_it_is_read_is_served_to_its_request_and_leaves(tmp_path: Path) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        here, there = server(), server()
+        await here.service.add("a", "x")
+        await there.service.refresh()
+        there.reading.gate.clear()
+        reading = asyncio.create_task(enter(there, "a"))
+        await there.reading.began.wait()
+        await here.service.swap("a", "y")
+        refresh = asyncio.create_task(there.service.refresh())
+        await refresh
+        there.reading.gate.set()
+        assert await reading == "a@1"
+        await there.service.settled()
+        assert [e for e in there.engine.sent if e[1] == key("x")] == [("+", key("x")), ("-", key("x"))]
+
+    run(tmp_path, test)
+
+
+def test_a_restarted_engine_gets_back_what_this_server_knows(tmp_path: Path) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        first = server()
+        await first.service.add("a", "x")
+        await first.service.add("b", "y")
+        after = server()
+        await enter(after, "a")
+        after.engine.sent.clear()
+        after.engine.refuse[key("x")] = CapacityError(ErrorCode.ENGINE_DIED, "again")
+        assert set(await after.service.restore()) == {"a"}
+        after.engine.refuse.clear()
+        after.engine.sent.clear()
+        assert await after.service.restore() == {}
+        assert after.engine.sent == [("+", key("x"))]
+        assert after.reading.read == ["x"]
+        assert await enter(after, "b") == "b@1"
+
+    run(tmp_path, test)
+
+
+def test_the_command_line_is_applied_once(tmp_path: Path) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        from loraplex.server.register import COMMAND_LINE
+
+        service = server().service
+        mine = await service.add("a", "x", actor=COMMAND_LINE)
+        assert await service.put_unless("a", "x", mine, actor=COMMAND_LINE) == mine
+        swapped = await service.swap("a", "y")
+        assert await service.put_unless("a", "x", mine, actor=COMMAND_LINE) == swapped
+        await service.remove("a")
+        assert await service.put_unless("a", "x", mine, actor=COMMAND_LINE) is None
+        new = await service.put_unless("a", "z", mine, actor=COMMAND_LINE)
+        assert new is not None
+        assert (new.name, new.key, new.actor) == ("a@3", key("z"), COMMAND_LINE)
+
+    run(tmp_path, test)
+
+
+def test_a_catalog_that_is_silent_is_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        here, there = server(), server()
+        asked = asyncio.Event()
+        store = here.service.catalog.store
+        real = store.changes
+
+        def silent(after: int) -> None:
+            loop.call_soon_threadsafe(asked.set)
+            raise CapacityError(ErrorCode.CATALOG_UNAVAILABLE, "gone")
+
+        loop = asyncio.get_running_loop()
+        store.changes = silent  # type: ignore[method-assign,assignment]
+        following = asyncio.create_task(here.service.follow(every_s=0))
+        await asked.wait()
+        store.changes = real  # type: ignore[method-assign]
+        await there.service.add("a", "x")
+        await here.engine.until(1)
+        following.cancel()
+        assert [r.name for r in here.service] == ["a@1"]
+        assert caplog.text.count("the catalog is not followed") == 1
+
+    run(tmp_path, test)
+
+
+def test_an_in_memory_catalog_is_nobody_elses(tmp_path: Path) -> None:
+    assert not AdapterCatalog().shared
+    assert not AdapterCatalog(store=CatalogStore(Database("sqlite:///:memory:"))).shared
+    assert AdapterCatalog(store=CatalogStore.open(f"sqlite:///{tmp_path / 'x'}")).shared
