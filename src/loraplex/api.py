@@ -6,8 +6,9 @@ Registration and generation run in the caller's thread; nothing is asynchronous 
 from __future__ import annotations
 
 import secrets
-import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -42,6 +43,7 @@ from loraplex.runtime.local import LocalMailbox, NullSink, run_now
 from loraplex.runtime.prepare import PreparedAdapter, prepare_source
 from loraplex.runtime.sampling import engine_sampling
 from loraplex.runtime.text import Detokenizer, TextCodec, load_tokenizer
+from loraplex.runtime.workdir import private_folder, temporary_root
 
 Prompt = str | Sequence[int]
 NAMESPACE = "default"
@@ -104,6 +106,13 @@ class _Open:
     error: LoraplexError | None = None
 
 
+def _config(**fields: Any) -> EngineConfig:
+    try:
+        return EngineConfig(**fields)
+    except TypeError as error:
+        raise CallerError(ErrorCode.CONFIG_INVALID, f"unknown option: {error}") from error
+
+
 class LLM:
     """A base model with adapters, in this process.
 
@@ -122,29 +131,21 @@ class LLM:
         pool_gb: float | None = None,
         **options: Any,
     ) -> None:
-        self._images_dir = tempfile.TemporaryDirectory(prefix="loraplex-images-")
-        try:
-            config = EngineConfig(
-                model=str(model),
-                images_dir=self._images_dir.name,
-                device=device,
-                dtype=dtype,
-                pool_gb=pool_gb,
-                **options,
-            )
-        except TypeError as error:
-            self._images_dir.cleanup()
-            raise CallerError(ErrorCode.CONFIG_INVALID, f"unknown option: {error}") from error
-        except LoraplexError:
-            self._images_dir.cleanup()
-            raise
+        private = ExitStack()
+        images = private.enter_context(private_folder(temporary_root()))
+        self._images = images
+        # Also when nobody holds the LLM any more; after a kill, the next start removes them.
+        self._forget_images = weakref.finalize(self, private.close)
         self._mailbox = LocalMailbox()
         try:
+            config = _config(
+                model=str(model), images_dir=str(images), device=device, dtype=dtype, pool_gb=pool_gb, **options
+            )  # fmt: skip
             self._built = build_engine(config, self._mailbox, MonotonicClock(), NullSink())
         except BaseException:
-            self._images_dir.cleanup()
+            self._forget_images()
             raise
-        self._store = ImageStore(Path(self._images_dir.name))
+        self._store = ImageStore(images)
         self._artifacts = ArtifactStore(artifacts_folder(), DEFAULT_STORE_BYTES)
         self._catalog = AdapterCatalog()
         self._kernels: dict[str, str] = {}
@@ -172,7 +173,7 @@ class LLM:
         """Let go of the model and of temporary files; further calls are errors."""
         self._built.close()
         self._catalog.close()
-        self._images_dir.cleanup()
+        self._forget_images()
 
     @property
     def vocab_size(self) -> int:

@@ -15,8 +15,17 @@ from loraplex.artifact.load import load_adapter
 from loraplex.artifact.record import Artifact, Role
 from loraplex.artifact.shards import module_shapes
 from loraplex.artifact.tensors import Array, Dtype, convert, to_float32
+from loraplex.artifact.vectors import vector_kinds
 from loraplex.core.errors import CallerError, ErrorCode
-from loraplex.core.layout import AdapterImage, Factor, Geometry, PageGeometry, page_checksum, page_demand
+from loraplex.core.layout import (
+    AdapterImage,
+    Factor,
+    Geometry,
+    PageGeometry,
+    page_checksum,
+    page_demand,
+    vector_mask,
+)
 
 BASE = "ab" * 32
 
@@ -48,7 +57,8 @@ def test_factors_come_back_from_the_pages(tmp_path: Path, page_bytes: int, targe
     artifact = loaded(tmp_path)
     image = to_image(artifact, geometry(target, page_bytes), target, BASE)
     for row, module in zip(image.modules.tolist(), artifact.modules, strict=True):
-        assert row == [module.layer, int(module.module), module.rank, module.scale_bits]
+        vectors = vector_mask(vector_kinds(module))
+        assert row == [module.layer, int(module.module), module.rank, module.scale_bits, vectors]
         a, b = module.tensors[Role.A], module.tensors[Role.B]
         got_a = read_back(
             image, module.layer, int(module.module), Factor.A, (module.rank, module.d_in), target

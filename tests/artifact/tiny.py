@@ -34,6 +34,7 @@ def _model(bias: bool) -> LlamaForCausalLM:
         head_dim=HEAD_DIM,
         attention_bias=bias,
         tie_word_embeddings=False,
+        initializer_range=0.1,  # weights that matter: with the usual small ones an adapter hardly shows in the logits
     )
     model = LlamaForCausalLM(config).eval()
     for name, parameter in model.named_parameters():

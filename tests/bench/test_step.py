@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from loraplex.bench.step import StepBench, as_json
+from loraplex.bench.step import PARTS, StepBench, as_json, run_steps
 
 
 def test_everybody_who_fits_decodes_and_the_others_wait() -> None:
@@ -16,3 +16,9 @@ def test_everybody_who_fits_decodes_and_the_others_wait() -> None:
     assert len(state.by_slot) == 8
     assert len(state.queue) == 5
     assert json.loads(as_json([row], 4))["rows"][0]["running"] == 8
+
+
+def test_the_report_has_every_call_of_a_step() -> None:
+    rows = run_steps(3, cases=((4, 0, 0), (6, 10, 3)))
+    assert [(row.running, row.waiting, row.adapters) for row in rows] == [(4, 0, 0), (6, 10, 3)]
+    assert all(tuple(row.parts_ms) == PARTS for row in rows)

@@ -97,7 +97,7 @@ def test_served_as_peft_computes_it_or_refused_by_name(
         assert all(method in caught.value.message for method in missing)
         return
     base = logprobs_of(tiny_model(bias), PROMPTS[-1])
-    assert float((logprobs_of(model, PROMPTS[-1]) - base).abs().max()) > 100 * TOLERANCE  # it does something
+    assert float((logprobs_of(model, PROMPTS[-1]) - base).abs().max()) > 30 * TOLERANCE  # it does something
     described = llm.add_adapter("a", tmp_path)
     try:
         assert described["tensors_applied"] == described["tensors_total"] == artifact.tensors_total

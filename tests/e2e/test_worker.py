@@ -77,7 +77,7 @@ def test_a_plan_log_replays_to_the_same_results(
         root, plan_log=str(path), pipeline_depth=depth, scrub=True, token_budget=16, max_requests=4
     ) as llm:
         outputs = [*llm.generate(PROMPTS, NAMES, GREEDY), *llm.generate(PROMPTS, NAMES, SAMPLED)]
-        shutil.copytree(llm._images_dir.name, images)  # it goes when the LLM closes
+        shutil.copytree(llm._images, images)  # it goes when the LLM closes
         pages = llm.inspect()["pages"]
     config = EngineConfig(
         model=str(root / "base"), images_dir=str(images), dtype="float32", pool_gb=0.01, page_tokens=4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.server.rig import BASE, BASE_ABI, MAX_LEN, Front, error_of, run
 
 from loraplex.core.errors import ErrorCode
 from loraplex.core.messages import Abort, Finish, Submit
+from loraplex.runtime.text import SHORT_TEXT_CHARS
 
 
 def test_completion_by_the_openai_client(tmp_path: Path) -> None:
@@ -317,5 +319,50 @@ def test_options_reach_the_engine(tmp_path: Path) -> None:
         assert sampling.stop_token_ids == ()
         assert message.priority == -4
         assert message.deadline_ns - message.arrival_ns == 250_000_000
+
+    run(tmp_path, test)
+
+
+def test_a_long_prompt_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(front: Front) -> None:
+        assert front.codec is not None
+        encode, others_are_done = front.codec.encode, threading.Event()
+
+        def slow(text: str, add_special: bool = True) -> list[int]:
+            if len(text) > SHORT_TEXT_CHARS:
+                assert others_are_done.wait(30), "the event loop waits for the tokenizer"
+                return [70, 71]
+            return encode(text, add_special)
+
+        monkeypatch.setattr(front.codec, "encode", slow)
+        monkeypatch.setattr(front.codec, "surely_exceeds", lambda text, tokens: False)
+        long = "x" * (SHORT_TEXT_CHARS + 1)
+        messages = [{"role": "user", "content": long}]
+        waiting = [
+            asyncio.ensure_future(front.complete(prompt=long)),
+            asyncio.ensure_future(front.chat(messages=messages)),
+        ]
+        for _ in range(3):
+            assert (await front.complete(prompt="hello")).status_code == 200
+        others_are_done.set()
+        assert [(await answer).status_code for answer in waiting] == [200, 200]
+
+    run(tmp_path, test)
+
+
+def test_a_text_that_cannot_fit_is_not_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(front: Front) -> None:
+        def never(*_: object) -> list[int]:
+            raise AssertionError("it was tokenised")
+
+        assert front.codec is not None
+        monkeypatch.setattr(front.codec, "encode", never)
+        long = "x" * 100_000
+        refused = await front.complete(prompt=["a", long][1:])
+        assert error_of(refused) == (400, "context_too_long", "prompt")
+        refused = await front.chat(messages=[{"role": "user", "content": long}])
+        assert error_of(refused) == (400, "context_too_long", "messages")
+        many = [{"role": "user", "content": "x"}] * 5000
+        assert error_of(await front.chat(messages=many)) == (400, "invalid_request", "messages")
 
     run(tmp_path, test)

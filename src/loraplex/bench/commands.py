@@ -221,10 +221,13 @@ def step(*, steps: int = 200, json: Path | None = None) -> None:
     if steps < 1:
         raise CallerError(ErrorCode.CONFIG_INVALID, f"steps must be at least 1, got {steps}", param="steps")
     rows = run_steps(steps)
-    print(f"{'running':>8} {'waiting':>8} {'adapters':>9} {'step ms':>9} {'p99 ms':>8} {'plan ms':>8}")
+    parts = list(rows[0].parts_ms)
+    head = f"{'running':>8} {'waiting':>8} {'adapters':>9} {'step ms':>9} {'p99 ms':>8} {'plan ms':>8}"
+    print(head + "".join(f" {part:>8}" for part in parts))
     for row in rows:
         print(
             f"{row.running:8} {row.waiting:8} {row.adapters:9} {row.step_ms:9.2f} {row.step_p99_ms:8.2f} {row.plan_ms:8.2f}"
+            + "".join(f" {row.parts_ms[part]:8.3f}" for part in parts)
         )
     if json is not None:
         json.write_text(as_json(rows, steps) + "\n", encoding="utf-8")

@@ -30,11 +30,15 @@ from loraplex.runtime.local import LocalMailbox
 VOCAB: Final = 128_256
 ADAPTER_PAGES: Final = 13
 WARM_STEPS: Final = 20
+PARTS: Final = ("drain", "admit", "reserve", "plan", "execute", "commit", "publish")
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Milliseconds of processor time of a decode step: whole, and planning alone; medians and 99th percentile. adapters: distinct ones."""
+    """Milliseconds of processor time of a decode step: whole, and planning alone; medians and 99th percentile.
+
+    adapters: distinct ones. parts_ms: medians of the step's seven calls; `execute` validates, packs and launches.
+    """
 
     running: int
     waiting: int
@@ -42,6 +46,7 @@ class StepRow:
     step_ms: float
     step_p99_ms: float
     plan_ms: float
+    parts_ms: dict[str, float]
 
 
 class _Echo:
@@ -127,6 +132,7 @@ class StepBench:
             self.engine.step()
         self.plans.ns.clear()
         times = []
+        parts = {name: self._timed(f"_{name}") for name in PARTS}
         for _ in range(self.steps):
             self.mailbox.take()
             started, before = time.thread_time_ns(), self.backend.spent_ns
@@ -135,7 +141,22 @@ class StepBench:
         return StepRow(
             self.running, self.waiting, self.adapters, statistics.median(times), float(np.percentile(times, 99)),
             statistics.median(self.plans.ns) / 1e6,
+            {name: round(statistics.median(spent) / 1e6, 4) for name, spent in parts.items()},
         )  # fmt: skip
+
+    def _timed(self, name: str) -> list[int]:
+        """Processor time of one of the step's calls, without the backend's, from now on."""
+        real, spent = getattr(self.engine, name), list[int]()
+
+        def timed(*arguments: object) -> object:
+            started, before = time.thread_time_ns(), self.backend.spent_ns
+            try:
+                return real(*arguments)
+            finally:
+                spent.append(time.thread_time_ns() - started - (self.backend.spent_ns - before))
+
+        setattr(self.engine, name, timed)
+        return spent
 
 
 CASES: Final = ((64, 0, 0), (256, 2000, 0), (256, 2000, 64), (256, 2000, 256))

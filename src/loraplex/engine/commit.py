@@ -5,8 +5,6 @@ Specification: 0x09K (publication events), DESIGN 4 "Frontiers and depth".
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 
 from loraplex.core.errors import ErrorCode, InternalFault, error_for
@@ -99,24 +97,31 @@ def _commit_tokens(
     scored: dict[int, list[TokenLogprobs]],
 ) -> None:
     """Append tokens to live requests, send them, and end the requests that they finish."""
-    plan, table, by_slot = flight.plan, state.table, state.by_slot
+    plan, table = flight.plan, state.table
     slots = plan.requests[plan.samples[:, 1], 0].astype(np.int64)
-    live = []
-    for index, slot in enumerate(slots.tolist()):
-        record = by_slot.get(slot)
-        if record is not None and record.phase is not Phase.ENDED and slot not in faulty:
-            live.append((index, slot, record))
-    alive = np.array([index for index, _, _ in live], dtype=np.int64)
-    tokens, wanted = result.tokens.tolist(), plan.samples[:, 3].tolist()
+    records = [None if slot in faulty else _live(state, slot) for slot in slots.tolist()]
+    alive = np.array([record is not None for record in records], dtype=np.bool_)
     table.commit_tokens(slots[alive], result.tokens[alive])
-    send = state.outbox.append
-    for index, slot, record in live:
-        token, logprobs = tokens[index], _NONE
+    wanted, outbox = plan.samples[:, 3].tolist(), state.outbox
+    for index, (record, token) in enumerate(zip(records, result.tokens.tolist(), strict=True)):
+        if record is None:
+            continue
+        logprobs: tuple[TokenLogprobs, ...] = ()
         if wanted[index] >= 0:
             logprobs = (_logprobs(result.logprob_indptr, result.logprob_ids, result.logprob_values, index),)
-        prompt = tuple(scored.pop(slot, ())) if scored else _NONE
-        send(Tokens(record.request_id, (token,), logprobs, prompt, _binding(state, record, plan.generation)))
-        _count_output(state, record, token)
+        prompt = tuple(scored.pop(record.slot, ())) if scored else ()
+        outbox.append(
+            Tokens(record.request_id, (token,), logprobs, prompt, _binding(state, record, plan.generation))
+        )
+        if (
+            record.first_token
+            and record.constraint is None
+            and token not in record.stop_ids
+            and record.outputs + 1 < record.sampling.max_tokens
+        ):
+            record.outputs += 1  # what nearly every token of nearly every step is: one more
+        else:
+            _count_output(state, record, token)
     for slot, entries in scored.items():
         owner = _live(state, slot)
         if owner is not None:
@@ -135,13 +140,10 @@ def _binding(state: EngineState, record: RequestRecord, plan: int) -> TokenBindi
     )  # fmt: skip
 
 
-_NONE: Final[tuple[TokenLogprobs, ...]] = ()
-
-
 def _live(state: EngineState, slot: int) -> RequestRecord | None:
     """The request that runs in `slot` and has not ended."""
     record = state.by_slot.get(slot)
-    return record if record is not None and record.request_id in state.records else None
+    return record if record is not None and record.phase is not Phase.ENDED else None
 
 
 def _count_output(state: EngineState, record: RequestRecord, token: int) -> None:
@@ -161,11 +163,12 @@ def _count_output(state: EngineState, record: RequestRecord, token: int) -> None
 
 def settle_slots(state: EngineState, slots: Slots) -> None:
     """Free ended requests and carry out preemptions that waited for this commit."""
-    for slot in slots[state.table.inflight[slots] == 0].tolist():
+    table = state.table
+    for slot in slots[table.stopping[slots] & (table.inflight[slots] == 0)].tolist():
         record = state.by_slot.get(slot)
         if record is None:
             continue
-        if record.request_id not in state.records:
+        if record.phase is Phase.ENDED:
             state.settle(record)
         elif record.preempting:
             growth.preempt(state, record)

@@ -11,10 +11,12 @@ from __future__ import annotations
 import numpy as np
 
 from loraplex.core.events import RequestPreempted
+from loraplex.core.packed import I32
 from loraplex.engine import pressure
 from loraplex.engine.records import Phase, RequestRecord
 from loraplex.engine.state import EngineState
 from loraplex.memory.pages import PageState
+from loraplex.schedule.running import Slots
 from loraplex.schedule.select import Selection
 
 
@@ -24,11 +26,14 @@ def reserve(state: EngineState, selection: Selection) -> Selection:
     ends = table.planned[selection.slots] + selection.rows
     need = -(-ends // kv.page_tokens) - table.pages[selection.slots]
     keep = np.ones(selection.slots.size, dtype=np.bool_)
-    for index in np.flatnonzero(need > 0).tolist():
+    wanting = np.flatnonzero((need > 0) & ~table.stopping[selection.slots])
+    if wanting.size and int(need[wanting].sum()) <= state.pool.free:
+        _give_all(state, selection.slots[wanting], need[wanting])
+        wanting = wanting[:0]
+    for index in wanting.tolist():
         slot = int(selection.slots[index])
-        if table.stopping[slot] or slot not in state.by_slot:
-            continue
-        keep[index] = _give(state, slot, int(need[index]))
+        if not table.stopping[slot] and slot in state.by_slot:
+            keep[index] = _give(state, slot, int(need[index]))
     alive = table.active[selection.slots] & ~table.stopping[selection.slots]
     if selection.slots.size and not (keep & alive).any() and not state.flights:
         _make_way(state)
@@ -42,6 +47,15 @@ def _make_way(state: EngineState) -> None:
     """
     if len(state.by_slot) > 1:
         preempt(state, max(state.by_slot.values(), key=lambda record: record.ticket.order))
+
+
+def _give_all(state: EngineState, slots: Slots, counts: I32) -> None:
+    """Pages for every slot at once, where enough are free."""
+    txn = state.next_transaction()
+    pages = state.pool.reserve(int(counts.sum()), txn)
+    incarnations = state.table.incarnation[slots]
+    state.pool.own(pages, txn, PageState.KV, np.repeat(slots, counts), np.repeat(incarnations, counts))
+    state.deltas.page_table(state.table.add_pages_each(slots, counts, pages))
 
 
 def _give(state: EngineState, slot: int, count: int) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import PlanDiscarded
-from loraplex.core.packed import I32, run_boundaries
+from loraplex.core.packed import run_boundaries
 from loraplex.core.plan import BatchPlan
 from loraplex.core.plan_check import check_plan
 from loraplex.core.ports import Backend
@@ -67,6 +67,32 @@ def launch(state: EngineState, backend: Backend, flight: Flight) -> bool:
     return True
 
 
+def _validate_adapters(state: EngineState, plan: BatchPlan) -> None:
+    """Each row names what its request leased, and each leased slot still holds that generation, published."""
+    table, slots = state.table, plan.requests[:, 0]
+    adapters, generations = plan.requests[:, 2], plan.requests[:, 3]
+    wrong = (table.adapter_slot[slots] != adapters) | (table.adapter_generation[slots] != generations)
+    if wrong.any():
+        index = int(np.flatnonzero(wrong)[0])
+        slot = int(slots[index])
+        leased = (int(table.adapter_slot[slot]), int(table.adapter_generation[slot]))
+        named = (int(adapters[index]), int(generations[index]))
+        raise InternalFault(
+            ErrorCode.STALE_SLOT_GENERATION,
+            f"request slot {slot} leased adapter slot {leased}, the plan names {named}",
+        )
+    distinct, first = np.unique(adapters, return_index=True)
+    for adapter, generation in zip(distinct.tolist(), generations[first].tolist(), strict=True):
+        entry = state.occupied.get(adapter)
+        if adapter and (entry is None or entry.generation != generation or not entry.resident):
+            raise InternalFault(
+                ErrorCode.STALE_SLOT_GENERATION,
+                f"adapter slot {adapter} is not published at generation {generation}",
+            )
+    if (generations[first][np.searchsorted(distinct, adapters)] != generations).any():
+        raise InternalFault(ErrorCode.STALE_SLOT_GENERATION, "one adapter slot is named at two generations")
+
+
 _REBUILDABLE = frozenset(
     {ErrorCode.STALE_REQUEST_GENERATION, ErrorCode.STALE_SLOT_GENERATION, ErrorCode.STALE_KV_FRONTIER}
 )
@@ -90,34 +116,14 @@ def validate_launch(state: EngineState, plan: BatchPlan) -> None:
     ends = requests[:, 4] + requests[:, 5]
     if (table.pages[slots] * state.limits.kv.page_tokens < ends).any():
         raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a row has no page for its position")
-    _check_leases(state, requests)
+    _validate_adapters(state, plan)
     owned = table.page_table[plan.page_deltas[:, 0], plan.page_deltas[:, 1]]
     if not np.array_equal(owned, plan.page_deltas[:, 2]):
         raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a page delta disagrees with its request's page table")
     grown = np.unique(plan.page_deltas[:, 0])
     if grown.size:
-        counts = table.pages[grown]
-        entries = np.arange(int(counts.max()))[None, :] < counts[:, None]
-        pages = table.page_table[grown, : entries.shape[1]][entries]
-        owners, incarnations = np.repeat(grown, counts), np.repeat(table.incarnation[grown], counts)
-        if not state.pool.owned_by(pages, PageState.KV, owners, incarnations):
-            raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a request does not own the pages of its table")
-
-
-def _check_leases(state: EngineState, requests: I32) -> None:
-    """Every request names what it leased, and every adapter slot still holds what was leased of it."""
-    by_slot = state.by_slot
-    for slot, adapter, generation in requests[:, [0, 2, 3]].tolist():
-        lease = by_slot[slot].lease
-        if lease is None:
-            if not adapter and not generation:
-                continue
-            leased = (0, 0)
-        elif lease.slot == adapter and lease.generation == generation and lease.valid:
-            continue
-        else:
-            leased = (lease.slot, lease.generation)
-        raise InternalFault(
-            ErrorCode.STALE_SLOT_GENERATION,
-            f"request slot {slot} leased adapter slot {leased}, the plan names {(adapter, generation)}",
-        )
+        pages, owners = table.owned_pages_each(grown)
+        if not state.pool.owners(pages, PageState.KV, owners, table.incarnation[owners]):
+            raise InternalFault(
+                ErrorCode.PLAN_PAGE_TABLE, f"a request in slots {grown.tolist()} does not own its pages"
+            )

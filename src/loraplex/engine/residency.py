@@ -9,6 +9,8 @@ Specification: 0x07F to 0x07I; DESIGN 4 "Residency".
 
 from __future__ import annotations
 
+from typing import Final
+
 from loraplex.core.errors import CallerError, ErrorCode, InternalFault
 from loraplex.core.events import AdapterRevoked
 from loraplex.core.messages import RegisterAdapter, RemoveAdapter, Reply, RevokeAdapter
@@ -17,6 +19,8 @@ from loraplex.engine.pressure import move, note_prefetch, reclaim
 from loraplex.engine.records import Purpose, Want
 from loraplex.engine.state import EngineState
 from loraplex.memory.residency import BINDABLE, AdapterEntry, AdapterState
+
+_HEXADECIMAL: Final = frozenset("0123456789abcdef")
 
 
 def register(state: EngineState, message: RegisterAdapter) -> None:
@@ -29,6 +33,7 @@ def register(state: EngineState, message: RegisterAdapter) -> None:
             )
         state.outbox.append(Reply(message.call_id, body=describe(known)))
         return
+    _require_sound(message)
     if message.pages > state.pool.usable:
         raise CallerError(
             ErrorCode.ADAPTER_TOO_LARGE,
@@ -46,6 +51,23 @@ def register(state: EngineState, message: RegisterAdapter) -> None:
     state.adapters[entry.key] = entry
     state.sharers.setdefault(entry.kernel_digest, []).append(entry)
     state.wants.append(Want(entry, Purpose.REGISTER, message.call_id))
+
+
+def _require_sound(message: RegisterAdapter) -> None:
+    """What a preparation says of its image must at least be possible; nothing else here looks at it before a copy."""
+    for name, digest in (("key", message.key), ("kernel digest", message.kernel_digest)):
+        if not digest:
+            raise InternalFault(ErrorCode.IDENTITY_INVALID, f"an adapter was registered without a {name}")
+    if len(message.kernel_digest) != 64 or not set(message.kernel_digest) <= _HEXADECIMAL:
+        raise InternalFault(
+            ErrorCode.IDENTITY_INVALID,
+            f"kernel digest {message.kernel_digest[:12]!r} is not 64 lower-case hexadecimal digits",
+        )
+    if message.pages < 1 or message.host_bytes < 0 or any(r < 1 or n < 1 for r, n in message.ranks):
+        raise InternalFault(
+            ErrorCode.OPERATOR_LAYOUT,
+            f"an image of {message.pages} pages, {message.host_bytes} bytes and ranks {message.ranks} cannot be",
+        )
 
 
 def find(state: EngineState, key: str) -> AdapterEntry:

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
+import numpy.typing as npt
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.packed import I32
+
+Ints = npt.NDArray[np.integer]
 
 
 class PageState(IntEnum):
@@ -152,8 +155,11 @@ class PagePool:
         self._owner[out] = txn
         return out
 
-    def own(self, pages: I32, txn: int, kind: PageState, owner: int, generation: int) -> None:
-        """Turn pages reserved by `txn` into pages of object `owner` at `generation`. kind: KV or ADAPTER."""
+    def own(self, pages: I32, txn: int, kind: PageState, owner: int | Ints, generation: int | Ints) -> None:
+        """Turn pages reserved by `txn` into pages of object `owner` at `generation`. kind: KV or ADAPTER.
+
+        owner, generation: of all pages, or one for each.
+        """
         self._expect(pages, PageState.RESERVED, txn, None)
         self._state[pages] = kind
         self._owner[pages] = owner
@@ -196,16 +202,8 @@ class PagePool:
                 ErrorCode.PAGE_OWNER, f"a page of {pages.tolist()} is not of generation {generation}"
             )
 
-    def owned_by(self, pages: I32, kind: PageState, owners: I32, generations: I32) -> bool:
-        """Whether each page belongs to its own owner and generation, all arrays of one length."""
-        return bool(
-            (self._state[pages] == kind).all()
-            and (self._owner[pages] == owners).all()
-            and (self._generation[pages] == generations).all()
-        )
-
-    def owners(self, pages: I32, kind: PageState, owner: int, generation: int) -> bool:
-        """Whether all `pages` belong to `owner`@`generation`."""
+    def owners(self, pages: I32, kind: PageState, owner: int | Ints, generation: int | Ints) -> bool:
+        """Whether all `pages` belong to `owner`@`generation`, given for all of them or for each."""
         return bool(
             (self._state[pages] == kind).all()
             and (self._owner[pages] == owner).all()

@@ -53,18 +53,30 @@ def warm_up(device: torch.device) -> str:
     return "adapter operators: triton work lists"
 
 
+REASONS: Final[dict[tuple[str, str], str]] = {
+    (
+        "cpu_kernel",
+        "decode",
+    ): "2.2 to 2.4 x the floor of its bytes at 1 to 64 rows, the best torch family 14.6",
+    ("cpu_kernel", "prefill"): "2.4 x the floor of its bytes at 512 rows, the best torch family 11.3",
+    ("segmented", "decode"): "14.6 x the floor of its bytes at 1 and 8 rows, other torch families 16 to 40",
+    ("segmented", "prefill"): "11.3 x the floor of its bytes at 512 rows, other torch families 12 to 83",
+    (TRITON, "decode"): "10.0 us at 64 rows of 64 adapters of rank 16 on an H200, floor 4.3, vLLM's pair 39",
+    (TRITON, "prefill"): "44 us at 4096 rows of 64 adapters of rank 16 on an H200, floor 28, vLLM's pair 195",
+}
+"""What was measured for each (family, phase): docs/benchmarks.md "Adapter operators on CPU", docs/bench-ops-h200.md."""
+
+
 def choose(plan: BatchPlan, table: AdapterTable) -> Choice:
-    """The family that serves a plan with adapter rows. Measured: docs/notes/cpu-operators.md, docs/bench-ops-h200.md."""
+    """The family that serves a plan with adapter rows, any rank: one family of a device was the fastest in both phases."""
     phase = "decode" if plan.prefills == 0 else "prefill"
-    if table.pool.device.type == "cpu" and build.library() is not None:
-        return Choice(
-            "cpu_kernel", f"compiled, any rank, {phase}: one call for all adapters, factors in place"
-        )
     if table.pool.device.type == "cuda":
-        return Choice(
-            TRITON, f"work lists, any rank, {phase}: one launch pair a fused group, factors in place"
-        )
-    return Choice("segmented", f"torch, any rank, {phase}: the planner makes rows of an adapter contiguous")
+        family = TRITON
+    elif build.library() is not None:
+        family = "cpu_kernel"
+    else:
+        family = "segmented"
+    return Choice(family, f"{phase}, any rank: {REASONS[family, phase]}")
 
 
 def make_operator(plan: BatchPlan, table: AdapterTable, family: str | None = None) -> AdapterOps:

@@ -185,10 +185,11 @@ class EngineClient:
                     ErrorCode.DUPLICATE_REQUEST,
                     f"request id {request_id!r} is already in use; choose another",
                 )
+        payload = encode_frame(submits)  # before anything is noted: what cannot be sent leaves no trace
         group = RequestGroup(self, ids)
         for index, request_id in enumerate(ids):
             self._routes[request_id] = _Route(group, index)
-        self._send(submits)
+        self._send_payload(payload)
         return group
 
     async def call(self, message: EngineCall) -> dict[str, Any]:
@@ -196,9 +197,10 @@ class EngineClient:
         self._require_connection()
         self._next_call += 1
         number = self._next_call
+        payload = encode_frame([msgspec.structs.replace(message, call_id=number)])
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
-        self._send([msgspec.structs.replace(message, call_id=number)])
+        self._send_payload(payload)
         try:
             return await future
         finally:
@@ -236,9 +238,12 @@ class EngineClient:
             )
 
     def _send(self, messages: Sequence[ToEngine]) -> None:
+        self._send_payload(encode_frame(messages))
+
+    def _send_payload(self, payload: bytes) -> None:
         if self._socket is not None:
             # Completes at once: nothing bounds what waits for the engine, which drains it every step.
-            self._socket.send(encode_frame(messages))
+            self._socket.send(payload)
 
     async def _read(self, sock: zmq.asyncio.Socket) -> None:
         for count in itertools.count(1):

@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from loraplex.core import limits
-from loraplex.core.errors import ErrorCode
+from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import (
     Abort,
     Ended,
@@ -46,8 +46,13 @@ _from_engine: Final = msgspec.msgpack.Decoder(list[FromEngine])
 
 
 def encode_frame(messages: Sequence[ToEngine] | Sequence[FromEngine]) -> bytes:
-    """One frame's payload."""
-    return _encoder.encode(messages)
+    """One frame's payload. Raises `invalid_request` for a number that has no place in a message."""
+    try:
+        return _encoder.encode(messages)
+    except OverflowError as error:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST, "a number of the request does not fit into 64 bits; send a smaller one"
+        ) from error
 
 
 def decode_from_engine(payload: bytes) -> list[FromEngine]:

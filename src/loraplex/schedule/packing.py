@@ -75,11 +75,12 @@ class Deltas:
 
 
 def first_appearance_order(keys: I32) -> npt.NDArray[np.int64]:
-    """Stable permutation that groups equal keys, groups in order of first appearance. keys [n] -> [n]."""
+    """Stable permutation that groups equal keys, groups in order of first appearance. keys [n] >= 0 -> [n]."""
     if keys.size == 0:
         return np.empty(0, dtype=np.int64)
-    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    return np.argsort(first[inverse], kind="stable")
+    first = np.empty(int(keys.max()) + 1, dtype=np.int64)
+    first[keys[::-1]] = np.arange(keys.size - 1, -1, -1)  # the last write to a key is its first appearance
+    return np.argsort(first[keys], kind="stable")
 
 
 def packed_order(adapter_slot: I32, decode: Bools) -> npt.NDArray[np.int64]:

@@ -65,7 +65,7 @@ class WaitingQueue:
     def heads(self, count: int) -> list[str]:
         """Ids of up to `count` live tickets near the front, the first one first; nothing is removed."""
         near = [t for t in self._heap[: 2 * count] if self._live.get(t.request_id) is t]
-        return [ticket.request_id for ticket in sorted(near)[:count]]
+        return [t.request_id for t in sorted(near, key=lambda t: (t.priority, t.order))[:count]]
 
     def waiting_ids(self) -> Iterator[str]:
         """Ids of all waiting requests, in no order that matters."""

@@ -127,9 +127,29 @@ class RunningTable:
         deltas[:, 0], deltas[:, 1], deltas[:, 2] = slot, np.arange(start, start + count), pages
         return deltas
 
+    def add_pages_each(self, slots: Slots, counts: I32, pages: I32) -> I32:
+        """`add_pages` for many slots. counts [n] >= 1: pages of each; pages [sum]: slot after slot."""
+        starts = self.pages[slots]
+        if (starts + counts > self.max_pages).any():
+            raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, f"a request needs over {self.max_pages} pages")
+        owners = np.repeat(slots, counts)
+        ends = np.cumsum(counts)
+        indices = np.arange(pages.size) + np.repeat(starts - (ends - counts), counts)
+        self.page_table[owners, indices] = pages
+        self.pages[slots] += counts
+        return np.stack([owners, indices, pages], axis=1).astype(np.int32)
+
     def owned_pages(self, slot: int) -> I32:
         """Pages of the slot, in position order."""
         return self.page_table[slot, : self.pages[slot]].copy()
+
+    def owned_pages_each(self, slots: I32) -> tuple[I32, I32]:
+        """Pages of many slots, slot after slot, and the slot that each belongs to."""
+        counts = self.pages[slots]
+        owners = np.repeat(slots, counts)
+        ends = np.cumsum(counts)
+        indices = np.arange(owners.size) - np.repeat(ends - counts, counts)
+        return self.page_table[owners, indices], owners
 
     def known_tokens(self, slot: int) -> I32:
         """Prompt and committed output of the slot."""
@@ -185,8 +205,9 @@ class RunningTable:
 
     def commit_tokens(self, slots: Slots, tokens: I32) -> None:
         """Append one sampled token to each slot."""
-        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
-            self.tokens[slot][self.known[slot]] = token
+        known = self.known[slots].tolist()
+        for slot, at, token in zip(slots.tolist(), known, tokens.tolist(), strict=True):
+            self.tokens[slot][at] = token
         self.last_token[slots] = tokens
         self.known[slots] += 1
         self.outputs[slots] += 1

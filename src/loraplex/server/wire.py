@@ -14,7 +14,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from loraplex.core.errors import CallerError, ErrorCode
-from loraplex.core.limits import MAX_ADAPTER_SLOTS
 
 T = TypeVar("T", bound=msgspec.Struct)
 Unsupported = Annotated[
@@ -173,7 +172,7 @@ class PutLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     pool_share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    resident_adapters: Annotated[int, msgspec.Meta(ge=0, le=MAX_ADAPTER_SLOTS)] | None = None
+    resident_adapters: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)] | None = None
     host_gb: Annotated[float, msgspec.Meta(ge=0, le=1 << 20)] | None = None
 
 
