@@ -62,7 +62,7 @@ class Score:
 
 @dataclass(slots=True)
 class Run:
-    """What one evaluation saw."""
+    """What one evaluation saw. skipped: adapters that the server does not serve."""
 
     source: str
     scores: dict[str, Score]
@@ -70,11 +70,13 @@ class Run:
     completion_tokens: int = 0
     wall_s: float = 0.0
     failures: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
-        """Every request answered and every adapter clearly better than the base."""
-        return not self.failures and all(score.clear for score in self.scores.values())
+        """Every request answered and every adapter that was asked clearly better than the base."""
+        clear = bool(self.scores) and all(score.clear for score in self.scores.values())
+        return clear and not self.failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +119,21 @@ async def through_server(
     concurrency: int,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> Run:
-    """All cases for base and adapters, shuffled, `concurrency` at a time."""
-    run = Run(url, {name: Score(len(rows)) for name, rows in cases.items()})
+    """All cases for base and adapters, shuffled, `concurrency` at a time. What is not served is skipped by name."""
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     client = httpx.AsyncClient(base_url=url, timeout=REQUEST_TIMEOUT_S, limits=limits, transport=transport)
     async with client:
         listing = await client.get("/v1/models")
         base, adapters = models_of(listing.raise_for_status().json())
-        missing = sorted(cases.keys() - adapters)
-        if missing:
+        served = {name: rows for name, rows in cases.items() if name in adapters}
+        if not served:
             raise ValueError(
-                f"the server does not serve {', '.join(missing)}; it serves {', '.join(sorted(adapters))}"
+                f"the server serves none of {', '.join(cases)}; it serves {', '.join(sorted(adapters))}"
             )
+        scores = {name: Score(len(rows)) for name, rows in served.items()}
+        run = Run(url, scores, skipped=sorted(cases.keys() - adapters))
         jobs = [
-            Job(name, model, case) for name, rows in cases.items() for case in rows for model in (name, base)
+            Job(name, model, case) for name, rows in served.items() for case in rows for model in (name, base)
         ]
         Random(0).shuffle(jobs)
         waiting = iter(jobs)
@@ -187,6 +190,11 @@ def show(run: Run, console: Console) -> None:
             name, str(score.cases), *shares, "better" if score.clear else "[red]not clearly better[/red]"
         )
     console.print(table)
+    if run.skipped:
+        console.print(
+            f"skipped, because the server does not serve them (its log says why): {', '.join(run.skipped)}",
+            style="yellow",
+        )
     rate = f", {run.completion_tokens / run.wall_s:.0f} tokens/s" if run.completion_tokens else ""
     console.print(f"{run.requests} requests in {run.wall_s:.0f} s{rate}, {len(run.failures)} failed")
     for failure in run.failures[:5]:

@@ -177,16 +177,36 @@ def test_adapters_of_a_running_server(loraplex: Callable[..., Result]) -> None:
     assert json.loads(loraplex("adapters", "show", "sql").out) == ADAPTER
     assert "4 of 4 tensors applied" in loraplex("adapters", "add", "a/b", "/x").out
     assert "sql@3" in loraplex("adapters", "swap", "sql", "/y").out
-    assert loraplex("adapters", "swap", "sql", "/y", "--expected", "2").status == 0
+    assert loraplex("adapters", "swap", "sql", "/y", "--expected", "2", "--drain").status == 0
     assert "sql is removed" in loraplex("adapters", "remove", "sql").out
     assert FakeServer.asked[0] == ("GET", "/v1/adapters", None, "Bearer secret")
     assert [(m, p, b) for m, p, b, _ in FakeServer.asked[3:]] == [
         ("POST", "/v1/load_lora_adapter", {"lora_name": "a/b", "lora_path": "/x"}),
         ("GET", "/v1/adapters/a%2Fb", None),
         ("GET", "/v1/adapters/sql", None),
-        ("PUT", "/v1/adapters/sql", {"source": "/y", "expected_revision": 3}),
-        ("PUT", "/v1/adapters/sql", {"source": "/y", "expected_revision": 2}),
+        ("PUT", "/v1/adapters/sql", {"source": "/y", "expected_revision": 3, "drain": False}),
+        ("PUT", "/v1/adapters/sql", {"source": "/y", "expected_revision": 2, "drain": True}),
         ("DELETE", "/v1/adapters/sql", None),
+    ]
+
+
+@pytest.mark.usefixtures("server")
+def test_residency_of_a_running_server(
+    loraplex: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for action in ("pin", "unpin", "prefetch"):
+        assert "idle" in loraplex("adapters", action, "sql").out
+    monkeypatch.setitem(ADAPTER, "revoked", ["sql@3", "other@1"])
+    assert loraplex("adapters", "revoke", "sql").out == "revoked: sql@3, other@1\n"
+    assert loraplex("adapters", "limits").status == 0
+    assert loraplex("adapters", "limits", "--pool-share", "0.5", "--resident", "3").status == 0
+    assert [(m, p, b) for m, p, b, _ in FakeServer.asked] == [
+        ("POST", "/v1/adapters/sql/pin", None),
+        ("POST", "/v1/adapters/sql/unpin", None),
+        ("POST", "/v1/adapters/sql/prefetch", None),
+        ("POST", "/v1/adapters/sql/revoke", None),
+        ("GET", "/v1/limits", None),
+        ("PUT", "/v1/limits", {"pool_share": 0.5, "resident_adapters": 3}),
     ]
 
 

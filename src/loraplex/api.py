@@ -35,13 +35,15 @@ from loraplex.core.messages import (
 from loraplex.core.request import FinishReason, SamplingParams
 from loraplex.runtime.build import build_engine
 from loraplex.runtime.clock import MonotonicClock
+from loraplex.runtime.controls import ResidencyControls
 from loraplex.runtime.images import ImageStore
-from loraplex.runtime.local import LocalMailbox, NullSink
-from loraplex.runtime.prepare import prepare_adapter
+from loraplex.runtime.local import LocalMailbox, NullSink, run_now
+from loraplex.runtime.prepare import PreparedAdapter, prepare_adapter
 from loraplex.runtime.sampling import engine_sampling
 from loraplex.runtime.text import Detokenizer, TextCodec, load_tokenizer
 
 Prompt = str | Sequence[int]
+NAMESPACE = "default"
 
 
 @dataclass(slots=True)
@@ -143,6 +145,7 @@ class LLM:
             raise
         self._store = ImageStore(Path(self._images_dir.name))
         self._catalog = AdapterCatalog()
+        self._controls = ResidencyControls(self)
         self._open: dict[str, _Open] = {}
         self._replies: dict[int, Reply] = {}
         self._calls = self._requests = 0
@@ -178,23 +181,87 @@ class LLM:
         """Register the PEFT folder `source` as `alias`; what was applied, or a typed error."""
         self._catalog.check_new(alias)
         prepared = prepare_adapter(source, self._built.base, self._store)
+        self._controls.require_not_revoked(prepared.identity.semantic)
         self._call(prepared.register)
         return self._describe(self._catalog.add(alias, str(source), prepared))
 
-    def swap_adapter(self, alias: str, source: str | Path, *, expected: int | None = None) -> dict[str, Any]:
-        """Publish a new revision under `alias`; requests under way finish on the one that they began with."""
+    def swap_adapter(
+        self, alias: str, source: str | Path, *, expected: int | None = None, drain: bool = False
+    ) -> dict[str, Any]:
+        """Publish a new revision under `alias`; requests under way finish on the one that they began with.
+
+        `pool_exhausted` where the pool has no room for both revisions; drain: ask for none beside the old one.
+        """
         self._catalog.check_swap(
             alias, expected
         )  # before the engine hears of it: a refusal leaves nothing there
         prepared = prepare_adapter(source, self._built.base, self._store)
+        self._controls.require_not_revoked(prepared.identity.semantic)
         self._call(prepared.register)
-        old, new = self._catalog.swap(alias, str(source), prepared, expected)
+        return self._describe(run_now(self._swap(alias, str(source), prepared, expected, drain=drain)))
+
+    async def _swap(
+        self, alias: str, source: str, prepared: PreparedAdapter, expected: int | None, *, drain: bool
+    ) -> Revision:
+        current, new = self._catalog.current(alias).key, prepared.identity.semantic
+        try:
+            async with self._controls.swapping((NAMESPACE, alias), current, new, drain=drain):
+                old, revision = self._catalog.swap(alias, source, prepared, expected)
+        except LoraplexError:
+            if not self._catalog.shares(new):
+                self._call(RemoveAdapter(0, new))
+            raise
         self._forget(old)
-        return self._describe(new)
+        return revision
 
     def remove_adapter(self, alias: str) -> None:
         """Take `alias` away; its memory is free afterwards."""
-        self._forget(self._catalog.remove(alias))
+        revision = self._catalog.remove(alias)
+        run_now(self._controls.unpin((NAMESPACE, alias)))
+        self._forget(revision)
+
+    def pin_adapter(self, alias: str) -> dict[str, Any]:
+        """Keep what `alias` stands for on the device, through swaps; `pool_exhausted` where pins leave too little."""
+        revision = self._catalog.current(alias)
+        run_now(self._controls.pin((NAMESPACE, alias), revision.key))
+        return self._describe(revision)
+
+    def unpin_adapter(self, alias: str) -> dict[str, Any]:
+        """Let `alias` be evicted again."""
+        revision = self._catalog.current(alias)
+        run_now(self._controls.unpin((NAMESPACE, alias)))
+        return self._describe(revision)
+
+    def prefetch_adapter(self, alias: str) -> dict[str, Any]:
+        """Load `alias` now; `pool_exhausted` where that would take what requests will want."""
+        revision = self._catalog.current(alias)
+        run_now(self._controls.prefetch(revision.key))
+        return self._describe(revision)
+
+    def revoke_adapter(self, alias: str) -> None:
+        """Take away every name of what `alias` stands for; it is never registered again here."""
+        key = self._catalog.current(alias).key
+        for revision in [revision for revision in self._catalog if revision.key == key]:
+            self._catalog.remove(revision.alias)
+            self._store.delete(revision.prepared.register.kernel_digest)
+        run_now(self._controls.revoke(key))
+
+    def set_limits(
+        self,
+        *,
+        pool_share: float | None = None,
+        resident_adapters: int | None = None,
+        host_gb: float | None = None,
+    ) -> dict[str, Any]:
+        """Change what adapters may take; None leaves a limit as it is. All limits, and what is above them still."""
+        pages = self._built.limits.num_pages - 1
+        return run_now(
+            self._controls.set_limits(
+                None if pool_share is None else int(pool_share * pages),
+                resident_adapters,
+                None if host_gb is None else int(host_gb * (1 << 30)),
+            )
+        )
 
     def adapters(self) -> list[dict[str, Any]]:
         """What is registered, with digests and residency."""
@@ -211,6 +278,10 @@ class LLM:
 
     def _describe(self, revision: Revision) -> dict[str, Any]:
         return revision.describe(self.inspect())
+
+    async def call(self, message: EngineCall) -> dict[str, Any]:
+        """What `ResidencyControls` asks of an engine; over before it is awaited. Not meant for callers of `LLM`."""
+        return self._call(message)
 
     def _call(self, message: EngineCall) -> dict[str, Any]:
         self._calls += 1

@@ -182,11 +182,14 @@ def swap(
     /,
     *,
     expected: Annotated[int | None, Parameter(help="Replace only this revision.")] = None,
+    drain: Annotated[
+        bool, Parameter(negative="", help="Ask for no room beside the old revision; new requests wait.")
+    ] = False,
     url: Url = DEFAULT_URL,
     api_key: Key = None,
 ) -> None:
     """Publish the adapter in SOURCE as a new revision of ALIAS; requests under way finish on the old one."""
-    _print_applied(RemoteServer(url, api_key).swap(alias, _absolute(source), expected))
+    _print_applied(RemoteServer(url, api_key).swap(alias, _absolute(source), expected, drain=drain))
 
 
 @adapters_app.command
@@ -194,6 +197,45 @@ def remove(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> Non
     """Take ALIAS away."""
     RemoteServer(url, api_key).remove(alias)
     print(f"{alias} is removed")
+
+
+@adapters_app.command
+def pin(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
+    """Keep ALIAS on the device, whatever it stands for."""
+    print(f"{alias} is pinned, {RemoteServer(url, api_key).act(alias, 'pin')['state']}")
+
+
+@adapters_app.command
+def unpin(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
+    """Let ALIAS be evicted again."""
+    print(f"{alias} is not pinned, {RemoteServer(url, api_key).act(alias, 'unpin')['state']}")
+
+
+@adapters_app.command
+def prefetch(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
+    """Load ALIAS now, if that takes nothing that requests will want."""
+    print(f"{alias} is {RemoteServer(url, api_key).act(alias, 'prefetch')['state']}")
+
+
+@adapters_app.command
+def revoke(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
+    """End what ALIAS stands for, under every name, and the requests on it."""
+    print(f"revoked: {', '.join(RemoteServer(url, api_key).act(alias, 'revoke')['revoked'])}")
+
+
+@adapters_app.command
+def limits(
+    *,
+    pool_share: Annotated[float | None, Parameter(help="Part of the page pool, 0 to 1.")] = None,
+    resident: Annotated[int | None, Parameter(help="Adapters on the device.")] = None,
+    host_gb: Annotated[float | None, Parameter(help="Adapter images in host memory, in GiB.")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+) -> None:
+    """Show or change what adapters may take, while the server serves."""
+    changes = {"pool_share": pool_share, "resident_adapters": resident, "host_gb": host_gb}
+    known = {name: value for name, value in changes.items() if value is not None}
+    print(json.dumps(RemoteServer(url, api_key).limits(known), indent=2))
 
 
 def _print_applied(item: dict[str, Any]) -> None:
@@ -250,6 +292,35 @@ def verify(
         return 2
     print(json.dumps(found.record(), indent=2) if as_json else "\n".join(found.lines()))
     return 0
+
+
+@app.command
+def sim(
+    *,
+    seed: Annotated[int, Parameter(help="Which timeline.")] = 0,
+    ticks: Annotated[int, Parameter(help="Steps of the engine while faults strike.")] = 10_000,
+    depth: Annotated[Literal[0, 1] | None, Parameter(help="Pipeline depth instead of the seed's.")] = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")] = False,
+) -> int:
+    """Attack the control plane over a virtual device: faults first, then everything must finish."""
+    from loraplex.sim.faults import draw_setup
+    from loraplex.sim.report import report_lines
+    from loraplex.sim.run import simulate
+
+    if ticks < 1 or seed < 0:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"seed must be at least 0 and ticks at least 1, got {seed} and {ticks}",
+            param="ticks",
+        )
+    report = simulate(seed, ticks, setup=draw_setup(seed, depth=depth))
+    fixed = "" if depth is None else f" --depth {depth}"
+    command = f"loraplex sim --seed {seed} --ticks {ticks}{fixed}"
+    if as_json:
+        print(json.dumps({**report.record(), "replay": command}, indent=2))
+    else:
+        print("\n".join(report_lines(report, command)))
+    return 1 if report.violation is not None else 0
 
 
 def _absolute(source: str) -> str:

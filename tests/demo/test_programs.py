@@ -138,8 +138,16 @@ def test_a_failed_request_fails_the_evaluation() -> None:
 
 
 def test_an_adapter_that_is_not_served_and_a_list_without_a_base_are_named() -> None:
-    with pytest.raises(ValueError, match="does not serve other"):
-        evaluate(lambda model, text: text, {"other": CASES["upper"]})
+    def answer(model: str, text: str) -> str:
+        return text.upper() if model == "upper" else text
+
+    with pytest.raises(ValueError, match="serves none of other"):
+        evaluate(answer, {"other": CASES["upper"]})
+    run = evaluate(answer, {"other": CASES["upper"], "upper": CASES["upper"]})
+    assert (list(run.scores), run.skipped, run.passed) == (["upper"], ["other"], True)
+    out = io.StringIO()
+    show(run, Console(file=out, width=200))
+    assert "does not serve them (its log says why): other" in out.getvalue()
     with pytest.raises(ValueError, match="expected one base"):
         models_of({"data": [{"id": "a", "parent": None}, {"id": "b", "parent": None}]})
 

@@ -12,7 +12,8 @@ from loraplex.core.messages import EngineSampling, RegisterAdapter, Submit
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.deltas import digest_words
 from loraplex.engine.step import Engine
-from loraplex.sim.device import Faults, VirtualDevice, adapter_number, expected_tokens
+from loraplex.sim.device import Faults, VirtualDevice
+from loraplex.sim.tokens import adapter_number, expected_tokens
 from loraplex.sim.world import EventLog, MemoryMailbox, VirtualClock
 
 VOCAB = 997

@@ -16,7 +16,7 @@ from loraplex.core.packed import I32
 from loraplex.core.plan import BatchPlan, mask_width
 from loraplex.core.plan_check import check_plan
 from loraplex.core.ports import Constraint
-from loraplex.sim.device import fingerprints, next_allowed, next_token
+from loraplex.sim.tokens import expected_tokens, next_allowed
 
 WIDTH = mask_width(VOCAB)
 
@@ -76,7 +76,7 @@ def chained(prompt: Sequence[int], count: int) -> list[int]:
     """What the device draws when every token is held to the chain."""
     tokens, chain, out = list(prompt), Chain(count), []
     for _ in range(count):
-        drawn = next_token(fingerprints(np.array(tokens, dtype=np.int32), 0, 0), VOCAB)
+        drawn = expected_tokens(np.array(tokens, dtype=np.int32), 0, 1, VOCAB)[0]
         token = next_allowed(drawn, words(chain.allowed()))
         chain.accept(token)
         tokens.append(token)

@@ -214,7 +214,7 @@ def _make_cold(rig: SlowRig, *keys: str) -> None:
 @both_depths
 def test_after_the_last_attempt_those_who_wait_hear_of_it_and_later_ones_are_served(depth: int) -> None:
     from loraplex.engine.deltas import digest_words
-    from loraplex.sim.device import adapter_number
+    from loraplex.sim.tokens import adapter_number
 
     rig = SlowRig(depth=depth)
     rig.register("bad")
@@ -616,7 +616,7 @@ def test_plans_carry_copies_only_past_their_fence() -> None:
         rig.register(f"a{index}", pages=4)
     used: dict[int, int] = {}
 
-    def watch(plan: BatchPlan) -> None:
+    def watch(plan: BatchPlan, _: bytes) -> None:
         for page in plan.copy_pages.tolist():
             assert used.get(page, 0) <= rig.engine.state.committed, page
         for slot in plan.requests[:, 0].tolist():

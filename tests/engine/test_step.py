@@ -119,7 +119,7 @@ def test_stale_plan_is_rebuilt_with_equal_output(depth: int) -> None:
 @both_depths
 def test_torn_copy_never_serves(depth: int) -> None:
     from loraplex.engine.deltas import digest_words
-    from loraplex.sim.device import adapter_number
+    from loraplex.sim.tokens import adapter_number
 
     rig = Rig(depth=depth)
     number = adapter_number(digest_words(rig.kernel_digest("bad")))

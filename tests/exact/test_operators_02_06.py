@@ -17,7 +17,7 @@ from loraplex.core.plan import BatchPlan
 from loraplex.ops.dispatch import FAMILIES
 from loraplex.ops.exact import ExactModule, ExactOps, Matrix, ScalePlacement
 from loraplex.ops.interface import ModuleDims
-from loraplex.ops.ledger import iteration_ledger, rank_ledger
+from loraplex.ops.ledger import branch_bytes, factor_bytes, iteration_ledger, rank_ledger
 from loraplex.ops.stacked import StackedOps
 from loraplex.ops.table import AdapterTable
 from loraplex.schedule.packing import group_rows, run_boundaries, sentinel_groups
@@ -213,9 +213,23 @@ def test_true_and_padded_ledgers() -> None:
 
 def test_fragmentation_is_conditional_on_the_phase() -> None:
     plan, _, _ = plan_06(NAMES_06)
-    ledger = iteration_ledger(plan)
+    ledger = iteration_ledger(
+        plan, np.array([0, *(worked.FACTORS_06[s].rank for s in (1, 2, 3))], dtype=np.int32)
+    )
     assert (ledger.prefill.rows, ledger.prefill.requests, ledger.prefill.adapters) == (5, 2, 2)
     assert (ledger.decode.rows, ledger.decode.requests, ledger.decode.adapters) == (2, 2, 2)
     assert ledger.all.concentration == Fraction(4, 7)
     assert (ledger.prefill.concentration, ledger.decode.concentration) == (Fraction(3, 5), Fraction(1, 2))
     assert (ledger.runs_before, ledger.runs_after) == (5, 4)
+    a, b, c = worked.A, worked.B, worked.C
+    assert ledger.prefill.by_adapter == {a: (3, 1), b: (2, 1)}
+    assert ledger.decode.by_adapter == {a: (1, 1), c: (1, 1)}
+    assert ledger.all.by_adapter == {a: (4, 2), b: (2, 1), c: (1, 1)}
+    assert (ledger.prefill.ranks, ledger.decode.ranks) == ({2: 3, 3: 2}, {2: 1, 1: 1})
+    assert sum(rank * rows for rank, rows in ledger.all.ranks.items()) == 15
+
+
+def test_bytes_of_the_branch_are_each_factor_once_and_each_row() -> None:
+    ranks = {slot: m.rank for slot, m in worked.FACTORS_06.items()}
+    assert factor_bytes(ranks, 3, 2, 4) == (2 + 3 + 1) * 5 * 4
+    assert branch_bytes(ranks, 7, 3, 2, 4) == 120 + 7 * (3 + 2 * 2) * 4

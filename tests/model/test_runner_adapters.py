@@ -40,15 +40,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("adapters")
+def make_root(root: Path) -> Path:
+    """A folder with the base and every adapter."""
     save("llama", root / "base")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that embeddings are saved too
         for name in CONFIGS:
             tuned(name).save_pretrained(root / name)
     return root
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("adapters"))
 
 
 @cache

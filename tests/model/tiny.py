@@ -121,6 +121,11 @@ class Paged:
         self.attention = TorchPagedAttention(self.pool, self.kv, dtype, spec.heads, spec.windows)
         self.lengths = [0] * requests
 
+    def forward(self, histories: Histories, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits of every row, in torch."""
+        every = torch.arange(len(tokens))
+        return self.model.forward(tokens, positions, self.attention.begin(histories), NoAdapters(), every)
+
     def step(self, prefill: dict[int, list[int]], decode: dict[int, int] | None = None) -> list[torch.Tensor]:
         """Logits of every row, request after request: prefill chunks, then one row of each decode request."""
         work = {**prefill, **{slot: [token] for slot, token in (decode or {}).items()}}
@@ -135,9 +140,7 @@ class Paged:
         histories = Histories(len(prefill), np.array(start, np.int32), np.array(rows, np.int32), tables)
         tokens = torch.tensor([t for chunk in work.values() for t in chunk])
         positions = torch.cat([torch.arange(b, b + n) for b, n in zip(start, rows, strict=True)])
-        logits = self.model.forward(
-            tokens, positions, self.attention.begin(histories), NoAdapters(), torch.arange(len(tokens))
-        )
+        logits = self.forward(histories, tokens, positions)
         for slot, count in zip(slots, rows, strict=True):
             self.lengths[slot] += count
         return list(torch.split(logits, rows))

@@ -24,7 +24,9 @@ CALLS = (QKV, (Module.O,), GATE_UP, (Module.DOWN,))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def random_world(seed: int, dtype: torch.dtype, adapters: int, ranks: list[int]) -> World:
+def random_world(
+    seed: int, dtype: torch.dtype, adapters: int, ranks: list[int], page_bytes: int | None = None
+) -> World:
     """Adapters of every method: plain, subsets of modules, vectors only, vectors beside factors."""
     rng = np.random.default_rng(seed)
     made = []
@@ -38,7 +40,9 @@ def random_world(seed: int, dtype: torch.dtype, adapters: int, ranks: list[int])
         own = [*ranks, 0] if vectors else ranks
         adapter = random_adapter(rng, DIMS, dtype, own, [Module(m) for m in subset], vectors)
         made.append(adapter or random_adapter(rng, DIMS, dtype, ranks, [Module.Q]))
-    return make_world(rng, made, DIMS, dtype, page_bytes=int(rng.choice([128, 512, 4096, 16384])))
+    return make_world(
+        rng, made, DIMS, dtype, page_bytes=page_bytes or int(rng.choice([128, 512, 4096, 16384]))
+    )
 
 
 def check(world: World, plan: BatchPlan, family: str | None, seed: int = 0) -> None:

@@ -235,6 +235,25 @@ MALFORMED: dict[str, Change] = {
     "whole factor missing": keep("extents", lambda a: a[~((a[:, :3] == a[0, :3]).all(axis=1))]),
     "extent twice": keep("extents", lambda a: np.concatenate([a, a[:1]])),
     "no extents": keep("extents", lambda a: a[:0]),
+    **{
+        f"whole {name} of layer 1 missing": keep(
+            "extents", lambda a, f=f: a[(a[:, 2] != f) | (a[:, 0] != 1) | (a[:, 1] != 0)]
+        )
+        for name, f in (("A", Factor.A), ("B", Factor.B))
+    },
+    **{
+        f"whole {v.name} of the head missing": keep(
+            "extents", lambda a, v=v: a[(a[:, 2] != v) | (a[:, 1] != 7)]
+        )
+        for v in (Factor.G, Factor.C)
+    },
+    "a vector called another": lambda made: cell(
+        "extents", int(np.argmax(made.extents[:, 2] == Factor.G)), 2, lambda _: Factor.H
+    )(made),
+    "two ranks exchanged": lambda made: dataclasses.replace(
+        made,
+        modules=np.where(np.arange(5) == 2, np.roll(made.modules, 1, axis=0), made.modules).astype(np.int32),
+    ),
     "factor unknown": cell("extents", 0, 2, lambda _: 5),
     "factor negative": cell("extents", 0, 2, lambda _: -1),
     "factor A called B": cell("extents", 0, 2, lambda _: 1),
@@ -261,6 +280,11 @@ MALFORMED: dict[str, Change] = {
 def test_malformed_images_are_refused(name: str) -> None:
     made = MALFORMED[name](image())
     assert code(lambda: table().install(1, made, pages_of(image()))) is ErrorCode.OPERATOR_LAYOUT
+
+
+def test_there_are_more_cases_than_the_specification_has() -> None:
+    print(f"malformed adapter tables refused: {len(MALFORMED)}")
+    assert len(MALFORMED) > 60
 
 
 def test_the_unchanged_image_is_accepted_in_any_order() -> None:

@@ -24,6 +24,9 @@ from loraplex.core.messages import (
     Finish,
     FromEngine,
     Inspect,
+    LoadAdapter,
+    PinAdapter,
+    PrefetchAdapter,
     RegisterAdapter,
     RemoveAdapter,
     Reply,
@@ -85,10 +88,11 @@ def virtual_limits(config: EngineConfig) -> EngineLimits:
 
 
 class ScoringDevice(VirtualDevice):
-    """A virtual device that also answers with log probabilities, so many as the plan wants and of no meaning."""
+    """A virtual device for servers: it keeps no history of its plans, and answers with log probabilities of no meaning."""
 
-    def _run(self, plan: BatchPlan) -> StepResult:
-        result = super()._run(plan)
+    def result_of(self, plan: BatchPlan, tokens: I32) -> StepResult:
+        """Scores beside the tokens."""
+        result = super().result_of(plan, tokens)
         indptr, ids, values = made_scores(result.tokens, plan.samples[:, 3])
         prompt_indptr, prompt_ids, prompt_values = made_scores(
             plan.prompt_logprobs[:, 2], plan.prompt_logprobs[:, 3]
@@ -112,7 +116,9 @@ def made_scores(tokens: I32, wanted: I32) -> tuple[I32, I32, I32]:
 
 def virtual_device(config: EngineConfig) -> VirtualDevice:
     """The virtual device, for this process or a worker's."""
-    return ScoringDevice(virtual_limits(config).bounds, 16)
+    device = ScoringDevice(virtual_limits(config).bounds, 16)
+    device.plans = None
+    return device
 
 
 def build_virtual(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
@@ -187,6 +193,8 @@ class EchoEngine:
                     out.append(Reply(message.call_id, "adapter_not_found", "no such adapter"))
                 else:
                     out.append(Reply(message.call_id, body={"key": message.key}))
+            case LoadAdapter() | PrefetchAdapter() | PinAdapter():
+                out.append(Reply(message.call_id, body={"key": message.key}))
             case Inspect():
                 out.append(Reply(message.call_id, body=self.figures()))
 
@@ -199,6 +207,9 @@ class EchoEngine:
             "requests": {"running": len(self.running), "waiting": 0, "live": len(self.running)},
             "steps": {"launched": 0, "committed": 0},
             "preemptions": 0,
+            "pins": {"adapters": 0, "pages": 0},
+            "host": {"used_bytes": 0, "limit_bytes": 0},
+            "loads": {"under_way": 0, "wanted": 0},
             "adapters": adapters,
         }
 

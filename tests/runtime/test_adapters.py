@@ -31,6 +31,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, str]] = []
+        self.asked: list[Any] = []
         self.refuse: dict[str, LoraplexError] = {}
         self.answer = asyncio.Event()
         self.answer.set()
@@ -42,9 +43,10 @@ class Engine:
             await self._called.wait()
 
     async def call(self, message: Any) -> dict[str, Any]:
-        kind = {RegisterAdapter: "+", RemoveAdapter: "-"}.get(type(message), "?")
         key = getattr(message, "key", "")
-        self.sent.append((kind, key))
+        if isinstance(message, (RegisterAdapter, RemoveAdapter)):
+            self.sent.append(("+" if isinstance(message, RegisterAdapter) else "-", key))
+        self.asked.append(message)
         self._called.set()
         await self.answer.wait()
         if key in self.refuse:

@@ -25,7 +25,7 @@ from loraplex.runtime.child import Child
 from loraplex.runtime.client import EngineClient, RequestGroup
 from loraplex.runtime.engine_process import REPORT_DECODER, EngineReady, EngineStart
 from loraplex.runtime.supervisor import MODULE, EngineState, EngineSupervisor, Patience
-from loraplex.sim.device import expected_tokens
+from loraplex.sim.tokens import expected_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.runtime.tiny_text import TEMPLATE, byte_codec, byte_tokenizer, metaspace_tokenizer, write_folder
 
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.runtime import text as text_module
 from loraplex.runtime.text import MAX_HELD_TOKENS, Detokenizer, TextCodec, load_tokenizer
 
 BYTE = TextCodec(byte_tokenizer(), {1, 2}, "<|start|>", None)
@@ -48,6 +49,24 @@ def test_any_split_gives_the_text_of_the_whole(codec: TextCodec, text: str, cuts
     assert stream(codec, ids, cuts) == (codec.decode(ids), None)
     if codec is BYTE:
         assert codec.decode(ids) == text
+
+
+@pytest.mark.parametrize("codec", [BYTE, META], ids=["byte", "metaspace"])
+@pytest.mark.parametrize("special", [True, False])
+def test_a_long_text_has_the_tokens_that_it_would_have_if_it_were_short(
+    codec: TextCodec, special: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text in ("hello w STOP\n👩‍🚀日本語é" * 20, "<|start|>hello" * 3, " \n  \n", "h" * 500):
+        short = codec.encode(text, special)
+        monkeypatch.setattr(text_module, "SHORT_TEXT_CHARS", 0)
+        assert codec.encode(text, special) == short
+        monkeypatch.undo()
+
+
+def test_what_cannot_fit_is_known_without_tokenising() -> None:
+    assert BYTE.surely_exceeds("x" * (9 * 10 + 1), 10)  # no token is longer than <|start|>
+    assert not BYTE.surely_exceeds("x" * 90, 10)
+    assert not META.surely_exceeds("x" * 10_000, 10), "its normaliser may shorten a text"
 
 
 @settings(max_examples=150, deadline=None)

@@ -56,7 +56,11 @@ class Running:
 
 @asynccontextmanager
 async def started(
-    tmp_path: Path, builder: str = engines.ECHO, application: str = "bare", **fields: Any
+    tmp_path: Path,
+    builder: str = engines.ECHO,
+    application: str = "bare",
+    environment: dict[str, str] | None = None,
+    **fields: Any,
 ) -> AsyncIterator[Running]:
     model = tmp_path / "tiny"
     if not model.exists():
@@ -66,7 +70,7 @@ async def started(
         sys.executable, "-m", "tests.server.bare_server",
         json.dumps({"model": str(model), "log_level": "error", **fields}), builder, str(tmp_path / "work"), application,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **(environment or {})},
     )  # fmt: skip
     running = Running(process, f"http://127.0.0.1:{port}")
     try:

@@ -26,6 +26,8 @@ from loraplex.core.messages import (
     Inspect,
     RegisterAdapter,
     RemoveAdapter,
+    RevokeAdapter,
+    SetLimits,
     Submit,
     TokenLogprobs,
     Tokens,
@@ -120,12 +122,24 @@ class FakeEngine:
             self.resident[message.key] = message
         if isinstance(message, RemoveAdapter) and self.resident.pop(message.key, None) is None:
             raise CallerError(ErrorCode.ADAPTER_NOT_FOUND, "not registered")
+        if isinstance(message, RevokeAdapter):
+            del self.resident[message.key]
+        if isinstance(message, SetLimits):
+            return dict(self.figures()["limits"])
         return self.figures()
 
     def figures(self) -> dict[str, Any]:
         return {
             "pages": {"total": 9, "free": 5, "reserved": 0, "adapter": 2, "kv": 2, "page_bytes": 4096},
             "requests": {"running": len(self.running), "waiting": 0, "live": len(self.running)},
+            "limits": {
+                "adapter_pages": 9,
+                "resident_adapters": 5,
+                "host_bytes": 1 << 30,
+                "adapter_pages_over": 0,
+                "resident_adapters_over": 0,
+                "host_bytes_over": 0,
+            },
             "steps": {"launched": 1, "committed": 1},
             "preemptions": 0,
             "pins": {"adapters": 0, "pages": 0},

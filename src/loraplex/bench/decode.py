@@ -1,7 +1,9 @@
-"""`loraplex bench decode`: output tokens per second of base and adapters, beside transformers + PEFT in the same run.
+"""`loraplex bench decode`: output tokens per second of base and adapters, beside peers in the same run.
 
-Times on a shared CPU are noise, so every row is repeated and reported with its ratio to our own base and to the peer's
-same row. Prompts are random token ids, output is greedy and ignores end-of-sequence, so that all do the same work.
+Times on a shared CPU are noise, so the engines take turns in every repeat, and each row carries its ratio to our own base
+and to each peer's same row, as medians of the ratios of single turns. Where other work takes the cores away, tokens per
+second of processor time say more: the same ratios are given for those. Prompts are random token ids, output is greedy and
+ignores end-of-sequence, so that all do the same work.
 """
 
 from __future__ import annotations
@@ -9,48 +11,60 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import numpy as np
 
-from loraplex.core.errors import CallerError, ErrorCode
-from loraplex.core.request import SamplingParams
+from loraplex.bench.engines import Engine, Ours, Peft, Vllm, Work
+
+OURS: Final = Ours.name
+PEER_NAMES: Final = (Peft.name, Vllm.name)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCase:
-    """requests: prompts in one batch. adapters: distinct adapters over them, 0 is the base."""
+    """requests: prompts in one batch. adapters: distinct adapters over them, 0 is the base. mixed: of mixed length."""
 
     requests: int
     adapters: int
+    mixed: bool = False
 
     @property
     def name(self) -> str:
         """How the table names it."""
+        long = ", mixed lengths" if self.mixed else ""
         if self.adapters == 0:
-            return f"{self.requests} x base"
-        return f"{self.requests} over {self.adapters} adapter{'s' if self.adapters > 1 else ''}"
+            return f"{self.requests} x base{long}"
+        return f"{self.requests} over {self.adapters} adapter{'s' if self.adapters > 1 else ''}{long}"
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """Tokens per second of one case: the median of the repeats, and their spread."""
+    """Tokens per second of one case: the median of the turns, their spread, and every turn."""
 
     case: str
     engine: str
     tokens_per_s: float
     slowest: float
     fastest: float
+    turns: list[float] = field(default_factory=list)
+    cpu_turns: list[float] = field(default_factory=list)
+    """Tokens per second of processor time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
-    """What is measured."""
+    """What is measured. rank: measure this many random adapters of one rank on all linears; 0 takes `adapters`.
+
+    vllm: a Python interpreter with vLLM, or None.
+    """
 
     model: Path
     adapters: tuple[tuple[str, Path], ...]
@@ -60,104 +74,107 @@ class DecodeOptions:
     new_tokens: int = 32
     repeats: int = 3
     peer: bool = True
+    rank: int = 0
+    mixed: bool = False
+    vllm: Path | None = None
 
 
-CASES = (DecodeCase(1, 0), DecodeCase(8, 0), DecodeCase(8, 1), DecodeCase(8, 8))
+CASES: Final = (DecodeCase(1, 0), DecodeCase(8, 0), DecodeCase(8, 1), DecodeCase(8, 8))
+MIXED: Final = (DecodeCase(64, 0, True), DecodeCase(64, 8, True))
+SYNTHETIC: Final = 8
 
 
 def run_decode(options: DecodeOptions, report: Callable[[str], None]) -> list[DecodeRow]:
     """Measure every case that the adapters allow. report: called with a line of progress."""
     if options.device == "cpu":
         _use_all_cores()
-    rows = _ours(options, report)
-    if options.peer:
-        rows += _peer(options, report)
-    return rows
-
-
-def _cases(options: DecodeOptions) -> list[DecodeCase]:
-    have = len(options.adapters)
-    return [DecodeCase(c.requests, min(c.adapters, have)) for c in CASES if c.adapters == 0 or have]
-
-
-def _prompts(options: DecodeOptions, count: int, vocab: int) -> list[list[int]]:
-    rng = np.random.default_rng(1)
-    return [rng.integers(0, vocab, options.prompt_tokens).tolist() for _ in range(count)]
-
-
-def _measure(options: DecodeOptions, case: DecodeCase, engine: str, run: Callable[[], int]) -> DecodeRow:
-    run()
-    rates = []
-    for _ in range(options.repeats):
-        started = time.perf_counter()
-        tokens = run()
-        rates.append(tokens / (time.perf_counter() - started))
-    return DecodeRow(case.name, engine, statistics.median(rates), min(rates), max(rates))
-
-
-def _ours(options: DecodeOptions, report: Callable[[str], None]) -> list[DecodeRow]:
-    from loraplex.api import LLM
-
-    rows = []
-    params = SamplingParams(max_tokens=options.new_tokens, temperature=0.0, ignore_eos=True)
-    with LLM(options.model, dict(options.adapters), device=options.device, dtype=options.dtype) as llm:
-        names = [name for name, _ in options.adapters]
-        for case in _cases(options):
-            prompts = _prompts(options, case.requests, llm.vocab_size)
-            chosen = [names[i % case.adapters] if case.adapters else None for i in range(case.requests)]
-
-            def run(prompts: Sequence[list[int]] = prompts, chosen: Sequence[str | None] = chosen) -> int:
-                outputs = llm.generate(prompts, chosen, params)
-                return sum(len(output.token_ids) for output in outputs)
-
-            rows.append(_measure(options, case, "loraplex", run))
-            report(f"loraplex {case.name}: {rows[-1].tokens_per_s:.1f} tokens/s")
-    return rows
-
-
-def _peer(options: DecodeOptions, report: Callable[[str], None]) -> list[DecodeRow]:
-    import torch
-
-    from loraplex.model.dtypes import resolve_dtype
-
-    try:
-        from peft import PeftModel
-        from transformers import AutoModelForCausalLM
-    except ImportError as error:
-        raise CallerError(
-            ErrorCode.CONFIG_INVALID, f"the peer needs {error.name}; install the dev extra or pass --no-peer"
-        ) from error
-    dtype, _ = resolve_dtype(options.dtype, torch.device(options.device))
-    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
-    model = model.to(options.device).eval()
-    vocab = int(model.config.vocab_size)
-    names = [name for name, _ in options.adapters]
-    rows = []
-    cases = sorted(_cases(options), key=lambda case: case.adapters > 0)
-    for case in cases:
-        if case.adapters and not isinstance(model, PeftModel):
-            model = PeftModel.from_pretrained(model, options.adapters[0][1], adapter_name=names[0])
-            for name, path in options.adapters[1:]:
-                model.load_adapter(path, adapter_name=name)
-            model.eval()
-        prompts = torch.tensor(_prompts(options, case.requests, vocab), device=options.device)
-        extra = (
-            {"adapter_names": [names[i % case.adapters] for i in range(case.requests)]}
-            if case.adapters
-            else {}
+    with ExitStack() as stack:
+        adapters = options.adapters
+        if options.rank:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loraplex-bench-")))
+            adapters = _synthetic(options, folder)
+        ours = Ours(options.model, adapters, options.device, options.dtype)
+        engines: list[Engine] = [ours, *_peers(options, adapters)]
+        for engine in engines:
+            stack.callback(engine.close)
+        cases = _cases(options, len(adapters))
+        turns = _measure(options, cases, engines, ours.vocab, report)
+    return [
+        DecodeRow(
+            case,
+            engine,
+            statistics.median(wall for wall, _ in rates),
+            min(rates)[0],
+            max(rates)[0],
+            [wall for wall, _ in rates],
+            [cpu for _, cpu in rates],
         )
+        for (engine, case), rates in turns.items()
+    ]
 
-        def run(model: Any = model, prompts: torch.Tensor = prompts, extra: dict[str, Any] = extra) -> int:
-            with torch.inference_mode():
-                out = model.generate(
-                    input_ids=prompts, attention_mask=torch.ones_like(prompts), do_sample=False,
-                    max_new_tokens=options.new_tokens, min_new_tokens=options.new_tokens, **extra,
-                )  # fmt: skip
-            return int(out.shape[0] * (out.shape[1] - prompts.shape[1]))
 
-        rows.append(_measure(options, case, "transformers + PEFT", run))
-        report(f"transformers + PEFT {case.name}: {rows[-1].tokens_per_s:.1f} tokens/s")
-    return rows
+def _synthetic(options: DecodeOptions, folder: Path) -> tuple[tuple[str, Path], ...]:
+    from loraplex.bench.synthetic import write_adapter
+    from loraplex.model.spec import spec_from_config
+    from loraplex.runtime.base import read_config
+
+    spec = spec_from_config(read_config(options.model))
+    return tuple(
+        (f"random-{i}", write_adapter(folder / str(i), spec, options.rank, i)) for i in range(SYNTHETIC)
+    )
+
+
+def _peers(options: DecodeOptions, adapters: Sequence[tuple[str, Path]]) -> list[Engine]:
+    peers: list[Engine] = []
+    if options.peer:
+        peers.append(Peft(options.model, adapters, options.device, options.dtype))
+    if options.vllm is not None:
+        positions = 4 * (options.prompt_tokens + options.new_tokens)
+        dtype = "bfloat16" if options.dtype == "auto" else options.dtype
+        peers.append(Vllm(options.vllm, options.model, adapters, dtype, 64, positions))
+    return peers
+
+
+def _cases(options: DecodeOptions, have: int) -> list[DecodeCase]:
+    wanted = CASES + (MIXED if options.mixed else ())
+    return [DecodeCase(c.requests, min(c.adapters, have), c.mixed) for c in wanted if c.adapters == 0 or have]
+
+
+def work_of(options: DecodeOptions, case: DecodeCase, vocab: int, seed: int) -> Work:
+    """Requests of a case; mixed lengths run from half to one and a half times the options' lengths, new tokens too."""
+    rng = np.random.default_rng(seed)
+
+    def lengths(middle: int) -> list[int]:
+        if not case.mixed:
+            return [middle] * case.requests
+        drawn: list[int] = rng.integers(middle // 2, middle + middle // 2 + 1, case.requests).tolist()
+        return drawn
+
+    prompts = [rng.integers(0, vocab, n).tolist() for n in lengths(options.prompt_tokens)]
+    chosen = [i % case.adapters if case.adapters else None for i in range(case.requests)]
+    return Work(prompts, chosen, lengths(options.new_tokens))
+
+
+def _measure(
+    options: DecodeOptions, cases: Sequence[DecodeCase], engines: Sequence[Engine], vocab: int,
+    report: Callable[[str], None],
+) -> dict[tuple[str, str], list[tuple[float, float]]]:  # fmt: skip
+    """Tokens per second of wall and of processor time of every turn, by (engine, case); one turn of each is not counted."""
+    turns: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for repeat in range(options.repeats + 1):
+        for case in dict.fromkeys(cases):
+            work = work_of(options, case, vocab, repeat)
+            for engine in engines:
+                if case.mixed and engine.name == Vllm.name:
+                    continue  # its target is a static batch
+                started, used = time.perf_counter(), engine.cpu_seconds()
+                tokens = engine.generate(work)
+                wall, cpu = time.perf_counter() - started, engine.cpu_seconds() - used
+                if repeat:
+                    rates = (tokens / wall, tokens / cpu if cpu else 0.0)
+                    turns.setdefault((engine.name, case.name), []).append(rates)
+                    report(f"{engine.name} {case.name}: {rates[0]:.1f} tokens/s, {rates[1]:.1f} a CPU second")
+    return turns
 
 
 def _use_all_cores() -> None:
@@ -168,23 +185,32 @@ def _use_all_cores() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
 
 
+def _ratio(row: DecodeRow, other: DecodeRow | None) -> str:
+    """Median of the ratios of single turns (and of processor time), or of the medians where turns are not known."""
+    if other is None:
+        return ""
+    if not row.turns or len(row.turns) != len(other.turns):
+        return f"{row.tokens_per_s / other.tokens_per_s:.2f}"
+    wall = statistics.median(a / b for a, b in zip(row.turns, other.turns, strict=True))
+    pairs = [(a, b) for a, b in zip(row.cpu_turns, other.cpu_turns, strict=True) if b]
+    return f"{wall:.2f} ({statistics.median(a / b for a, b in pairs):.2f})" if pairs else f"{wall:.2f}"
+
+
+HEAD: Final = ("case", "loraplex tok/s", "transformers+PEFT", "ratio", "vllm", "ratio", "of our base")
+
+
 def table(rows: Sequence[DecodeRow]) -> list[tuple[str, ...]]:
-    """Lines of (case, ours, peer, ratio to the peer, ratio to our base with as many requests)."""
-    ours = {row.case: row for row in rows if row.engine == "loraplex"}
-    peers = {row.case: row for row in rows if row.engine != "loraplex"}
+    """Lines of (case, ours, then each peer and the ratio to it, ratio to our base with as many requests)."""
+    ours = {row.case: row for row in rows if row.engine == OURS}
     lines: list[tuple[str, ...]] = []
     for name, row in ours.items():
-        peer = peers.get(name)
-        base = ours.get(f"{name.split()[0]} x base")
-        lines.append(
-            (
-                name,
-                f"{row.tokens_per_s:.1f}",
-                f"{peer.tokens_per_s:.1f}" if peer else "",
-                f"{row.tokens_per_s / peer.tokens_per_s:.2f}" if peer else "",
-                f"{row.tokens_per_s / base.tokens_per_s:.2f}" if base else "",
-            )
-        )
+        cells = [name, f"{row.tokens_per_s:.1f}"]
+        for engine in PEER_NAMES:
+            peer = next((r for r in rows if (r.engine, r.case) == (engine, name)), None)
+            cells += [f"{peer.tokens_per_s:.1f}" if peer else "", _ratio(row, peer)]
+        mixed = ", mixed lengths" if name.endswith("mixed lengths") else ""
+        cells.append(_ratio(row, ours.get(f"{name.split()[0]} x base{mixed}")))
+        lines.append(tuple(cells))
     return lines
 
 
@@ -198,6 +224,7 @@ def as_json(options: DecodeOptions, rows: Sequence[DecodeRow]) -> str:
         "prompt_tokens": options.prompt_tokens,
         "new_tokens": options.new_tokens,
         "repeats": options.repeats,
+        "rank": options.rank,
         "adapters": [name for name, _ in options.adapters],
         "rows": [asdict(row) for row in rows],
     }

@@ -21,6 +21,10 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 256
 MAX_N: Final = 128
 MAX_TOP_K: Final = 1 << 20
+MAX_TEMPERATURE: Final = 100.0
+MIN_REPETITION_PENALTY: Final = 0.01
+MAX_REPETITION_PENALTY: Final = 100.0
+"""Beyond these bounds float32 logits overflow, and what is drawn means nothing."""
 
 # Adapters
 MAX_RANK: Final = 512
@@ -61,7 +65,13 @@ MAX_UNSENT_EVENT_FRAMES: Final = 1024
 MAX_FRAMES_PER_RECEIVE: Final = 1024
 
 # HTTP
-MAX_BODY_BYTES: Final = 32 << 20
+MAX_BODY_BYTES: Final = 8 << 20
+"""Two million tokens of text; decoding so much holds the event loop up for some twenty milliseconds."""
+MAX_MESSAGES: Final = 4096
+MAX_CONNECTIONS: Final = 16_384
+"""Open connections, idle ones included; further ones wait to be accepted."""
+RESERVED_FILES: Final = 256
+"""Files that are kept for everything but connections."""
 MAX_HEADER_BYTES: Final = 64 << 10
 HEADER_TIMEOUT_S: Final = 15.0
 BODY_TIMEOUT_S: Final = 60.0

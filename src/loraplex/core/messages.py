@@ -93,11 +93,13 @@ class RemoveAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Bring an adapter onto the device now, evicting for it: the shadow copy of a swap. Replied when it is published.
 
-    Refused at once with the shortfall when free and reclaimable pages do not hold it.
+    Refused at once with the shortfall when free and reclaimable pages do not hold it. beside: the revision that it will
+    replace; where that one is not on the device, this one need not be either, and its image in host memory is enough.
     """
 
     call_id: int
     key: str
+    beside: str | None = None
 
 
 class PrefetchAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -50,8 +50,8 @@ def _integer(param: str, value: object, low: int, high: int | None = None) -> in
 class SamplingParams:
     """How tokens are chosen and when a request ends. Out-of-range values raise `invalid_sampling`.
 
-    max_tokens: output tokens at most, >= 1. temperature: >= 0, 0 is greedy (ties to the lowest id). top_p: (0, 1].
-    top_k: 0 is off. min_p: [0, 1]. seed: 64 bits, None draws one. repetition_penalty: > 0, over prompt and output.
+    max_tokens: output tokens at most, >= 1. temperature: [0, 100], 0 is greedy (ties to the lowest id). top_p: (0, 1].
+    top_k: 0 is off. min_p: [0, 1]. seed: 64 bits, None draws one. repetition_penalty: [0.01, 100], over prompt and output.
     presence_penalty, frequency_penalty: [-2, 2], over the output. logit_bias: token id -> [-100, 100]. stop: strings
     that end the text and are not part of it. stop_token_ids end the request like an end-of-sequence token.
     ignore_eos: end-of-sequence tokens do not end it. n: independent samples. logprobs, prompt_logprobs: top entries
@@ -89,14 +89,15 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _integer(name, value, 0, limits.MAX_LOGPROBS)
-        if _number("temperature", self.temperature) < 0.0:
-            raise _refuse("temperature", self.temperature, "at least 0")
+        if not 0.0 <= _number("temperature", self.temperature) <= limits.MAX_TEMPERATURE:
+            raise _refuse("temperature", self.temperature, f"from 0 to {limits.MAX_TEMPERATURE:g}")
         if not 0.0 < _number("top_p", self.top_p) <= 1.0:
             raise _refuse("top_p", self.top_p, "above 0 and at most 1")
         if not 0.0 <= _number("min_p", self.min_p) <= 1.0:
             raise _refuse("min_p", self.min_p, "from 0 to 1")
-        if _number("repetition_penalty", self.repetition_penalty) <= 0.0:
-            raise _refuse("repetition_penalty", self.repetition_penalty, "above 0")
+        low, high = limits.MIN_REPETITION_PENALTY, limits.MAX_REPETITION_PENALTY
+        if not low <= _number("repetition_penalty", self.repetition_penalty) <= high:
+            raise _refuse("repetition_penalty", self.repetition_penalty, f"from {low:g} to {high:g}")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= _number(name, getattr(self, name)) <= 2.0:
                 raise _refuse(name, getattr(self, name), "from -2 to 2")

@@ -16,7 +16,6 @@ from loraplex.core.events import RequestAdmitted
 from loraplex.engine import constraints, hosting, loads, pressure
 from loraplex.engine.records import LoadJob, Phase, Purpose, RequestRecord
 from loraplex.engine.state import EngineState
-from loraplex.memory.leases import SlotLease
 from loraplex.memory.residency import AdapterEntry
 from loraplex.memory.transaction import Demand, Transaction
 from loraplex.schedule.predicates import Readiness, eligible, load_eligible, readiness
@@ -158,11 +157,10 @@ def bind(state: EngineState, record: RequestRecord) -> None:
     transaction.close()
     record.transaction = None
     if record.revision is not None:
-        record.lease = SlotLease.take(record.revision, state.launched)
-        if record.lease.entry.prefetched:
-            pressure.note_prefetch(state, record.lease.entry, used=True)
-        table.adapter_slot[slot] = record.lease.slot
-        table.adapter_generation[slot] = record.lease.generation
+        lease = state.take_slot_lease(record)
+        if lease.entry.prefetched:
+            pressure.note_prefetch(state, lease.entry, used=True)
+        table.adapter_slot[slot], table.adapter_generation[slot] = lease.slot, lease.generation
     table.logprobs[slot] = sampling.logprobs
     table.prompt_logprobs[slot] = sampling.prompt_logprobs
     table.scored[slot] = record.scored

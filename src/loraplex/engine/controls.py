@@ -25,7 +25,7 @@ from loraplex.memory.transaction import Demand, Transaction, prefetch_safe
 
 SHADOW_TRIES: Final = 4
 """Steps that a shadow load looks for pages in: what the plans in flight still name is free after them."""
-LOOKAHEAD: Final = 64
+LOOKAHEAD: Final = 16
 """Waiting requests that prefetch looks at."""
 
 
@@ -33,7 +33,9 @@ def load(state: EngineState, message: LoadAdapter) -> None:
     """A shadow load (0x07G): replied when the adapter is published."""
     entry = find(state, message.key)
     _require_possible(state, entry)
-    state.wants.append(Want(entry, Purpose.SHADOW, message.call_id))
+    other = state.adapters.get(message.beside) if message.beside is not None else None
+    host_only = message.beside is not None and (other is None or not (other.resident or other.loading))
+    state.wants.append(Want(entry, Purpose.SHADOW, message.call_id, host_only=host_only))
 
 
 def prefetch(state: EngineState, message: PrefetchAdapter) -> None:
@@ -184,7 +186,7 @@ def _advance(state: EngineState, wanted: Want) -> bool:
     entry, purpose = wanted.entry, wanted.purpose
     if entry.removing:
         raise CallerError(ErrorCode.ADAPTER_NOT_FOUND, f"adapter {entry.key[:12]} was removed meanwhile")
-    if entry.resident:
+    if entry.resident or (wanted.host_only and entry.state is not AdapterState.ABSENT):
         return True
     if entry.loading or entry.evicting or state.clock.now_ns() < entry.retry_at_ns:
         return False
@@ -258,20 +260,21 @@ def committed_growth(state: EngineState) -> int:
 
 def prefetch_queue(state: EngineState) -> None:
     """Load ahead for requests that wait for a place to run: their adapters, nearest first, as far as it is free."""
-    ahead = sum(job.purpose.speculative for job in state.loads.values())
-    if ahead >= limits.MAX_SPECULATIVE_LOADS or not len(state.queue):
+    if not len(state.queue) or len(state.loads) >= limits.MAX_COPIES_IN_FLIGHT:
         return
+    ahead = sum(job.purpose.speculative for job in state.loads.values())
+    now = state.clock.now_ns()
     for request_id in state.queue.heads(LOOKAHEAD):
         entry = state.records[request_id].entry
-        if entry is None or entry.removing or entry.evicting or state.clock.now_ns() < entry.retry_at_ns:
+        if entry is None or entry.state not in (AdapterState.ABSENT, AdapterState.HOST_READY):
+            continue
+        if entry.removing or now < entry.retry_at_ns:
             continue
         if entry.state is AdapterState.ABSENT:
             hosting.want(state, entry, speculative=True)
-        elif entry.state is AdapterState.HOST_READY:
-            transaction = speculative(state, entry)
-            if transaction is None:
-                return
-            loads.begin(state, entry, transaction, Purpose.PREFETCH)
-            ahead += 1
-            if ahead >= limits.MAX_SPECULATIVE_LOADS:
-                return
+            continue
+        transaction = speculative(state, entry) if ahead < limits.MAX_SPECULATIVE_LOADS else None
+        if transaction is None:
+            return
+        loads.begin(state, entry, transaction, Purpose.PREFETCH)
+        ahead += 1

@@ -5,11 +5,14 @@ Deltas are idempotent: a plan that was refused or failed gives them back, and th
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import numpy as np
 
 from loraplex.core.packed import I32, empty, float_bits
 from loraplex.core.plan import COPY_COLUMNS, COPY_DIGEST_WORDS, OPEN_COLUMNS
 from loraplex.engine.records import RequestRecord
+from loraplex.memory.residency import SlotDirectory
 from loraplex.schedule.packing import Deltas
 from loraplex.schedule.running import RunningTable
 
@@ -93,11 +96,15 @@ class PendingDeltas:
         if pages.size:
             self._add("scrub_pages", pages)
 
-    def take(self, table: RunningTable) -> Deltas:
+    def take(
+        self, table: RunningTable, copying: Container[tuple[int, int]], directory: SlotDirectory
+    ) -> Deltas:
         """Everything collected that still applies; it is forgotten here.
 
         An open applies while its slot runs the same incarnation, a page-table entry while the table still has it: a
-        request may have been preempted or ended since.
+        request may have been preempted or ended since. A copy applies while it is in `copying`: one that a failed plan
+        had started may have ended before that plan gave its deltas back. A publication applies while the directory is
+        still at its generation: behind its retirement it would be another's.
         """
         taken = {name: _join(name, parts) for name, parts in self._parts.items()}
         self._parts = {name: [] for name in _WIDTHS}
@@ -112,6 +119,15 @@ class PendingDeltas:
             table.active[slots] & (indices < table.pages[slots]) & (table.page_table[slots, indices] == pages)
         )
         taken["page_deltas"] = taken["page_deltas"][holds]
+        if len(taken["publishes"]):
+            held = [directory.generation(slot) == at for slot, at in taken["publishes"].tolist()]
+            taken["publishes"] = taken["publishes"][np.array(held)]
+        copies = taken["copies"]
+        if len(copies):
+            pairs = copies[:, COPY_DIGEST_WORDS : COPY_DIGEST_WORDS + 2].tolist()
+            open_still = np.array([(slot, generation) in copying for slot, generation in pairs])
+            taken["copy_pages"] = taken["copy_pages"][np.repeat(open_still, copies[:, -1])]
+            taken["copies"] = copies[open_still]
         return Deltas(**taken)
 
     def restore(self, deltas: Deltas) -> None:

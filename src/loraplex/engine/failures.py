@@ -33,6 +33,7 @@ def count_failure(
     now = state.clock.now_ns()
     state.emit(LoadFailed(now, entry.key, purpose, error.code.value, entry.failures, final))
     entry.retry_at_ns = now + (state.limits.load_retry_ns << (entry.failures - 1))
+    state.queue.unpark(entry.key)  # whoever waited for this attempt asks for the next one, after the pause
     if final:
         _tell_waiting(state, entry, error)
         entry.failures, entry.retry_at_ns = 0, 0

@@ -30,7 +30,18 @@ def reserve(state: EngineState, selection: Selection) -> Selection:
             continue
         keep[index] = _give(state, slot, int(need[index]))
     alive = table.active[selection.slots] & ~table.stopping[selection.slots]
+    if selection.slots.size and not (keep & alive).any() and not state.flights:
+        _make_way(state)
     return selection.keep(keep & alive)
+
+
+def _make_way(state: EngineState) -> None:
+    """No selected row got its page and nothing is in flight that would free one: the youngest request gives way.
+
+    The rows may all be young ones that took the whole budget, while an older request that could preempt them had none.
+    """
+    if len(state.by_slot) > 1:
+        preempt(state, max(state.by_slot.values(), key=lambda record: record.ticket.order))
 
 
 def _give(state: EngineState, slot: int, count: int) -> bool:

@@ -85,6 +85,12 @@ def _call(state: EngineState, message: EngineCall) -> None:
 
 def submit(state: EngineState, message: Submit) -> None:
     """Enqueue a request: check it, take its revision lease, give it its place."""
+    if len(message.prompt) % 4 or message.arrival_ns < 0 or message.deadline_ns < 0:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"a request of {len(message.prompt)} prompt bytes, arrival {message.arrival_ns} and deadline "
+            f"{message.deadline_ns} was refused; prompts are int32 words and times are not negative",
+        )
     prompt = np.frombuffer(message.prompt, dtype="<i4").astype(np.int32)
     entry = _feasible(state, message, prompt)
     if len(state.queue) >= state.limits.max_waiting:

@@ -43,6 +43,11 @@ def _check_adapters(state: EngineState) -> None:
             raise InternalFault(
                 ErrorCode.PAGE_OWNER, f"adapter {entry.key[:12]} does not own the pages that it names"
             )
+    if state.occupied_pages != sum(entry.page_count for entry in state.occupied.values()):
+        raise InternalFault(
+            ErrorCode.PAGE_CONSERVATION,
+            f"adapters are counted with {state.occupied_pages} pages, they have others",
+        )
     counts = state.pool.counts()
     if counts.adapter != owned:
         raise InternalFault(

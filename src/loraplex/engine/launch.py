@@ -30,7 +30,7 @@ def make_flight(state: EngineState, selection: Selection) -> Flight | None:
     selection, masks = constraints.masks_for(state, selection)
     if not selection.slots.size and not state.deltas and not state.copying:
         return None
-    deltas = state.deltas.take(state.table)
+    deltas = state.deltas.take(state.table, state.loads, state.directory)
     plan = plan_selection(
         state.table,
         selection,

@@ -32,6 +32,7 @@ def begin(
     slot, generation = state.directory.take()
     entry.slot, entry.generation = slot, generation
     state.occupied[slot] = entry
+    state.occupied_pages += entry.page_count
     state.host.hold(entry.kernel_digest)
     move(state, entry, AdapterState.RESERVED)
     state.loads[(slot, generation)] = LoadJob(entry, slot, generation, transaction, purpose, record)

@@ -12,36 +12,34 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
-from loraplex.core.events import AdapterTransition, PrefetchReleased
+from loraplex.core.events import PrefetchReleased
 from loraplex.engine.state import EngineState
 from loraplex.memory import eviction
 from loraplex.memory.eviction import Candidate, PageClass
 from loraplex.memory.pages import PageState
-from loraplex.memory.residency import EVICTABLE, AdapterEntry, AdapterState
+from loraplex.memory.residency import AdapterEntry, AdapterState
 from loraplex.memory.transaction import Demand, Transaction
 
 
 def move(state: EngineState, entry: AdapterEntry, after: AdapterState) -> None:
     """Change an adapter's state along the table, with its event."""
-    before = entry.move(after)
-    state.emit(
-        AdapterTransition(
-            state.clock.now_ns(), entry.key, entry.slot, entry.generation, before, after, entry.page_count
-        )
-    )
+    state.note_move(entry, entry.move(after))
 
 
 def adapter_pages(state: EngineState) -> int:
     """Pages that adapters hold or have reserved."""
-    return sum(entry.page_count for entry in state.occupied.values())
+    return state.occupied_pages
 
 
-def candidates(state: EngineState, keep: AdapterEntry | None = None) -> list[Candidate]:
-    """Adapters that satisfy the full eviction predicate, priced."""
+def candidates(state: EngineState, keep: AdapterEntry | None = None) -> list[tuple[Candidate, AdapterEntry]]:
+    """Adapters that satisfy the full eviction predicate, priced. Two of them may have one key: one is leaving."""
     page_ns = state.pool.page_bytes * 1_000_000_000 // state.limits.copy_bytes_per_s
     return [
-        Candidate(
-            PageClass.ADAPTER, entry.key, entry.page_count, entry.page_count * page_ns, entry.last_touch
+        (
+            Candidate(
+                PageClass.ADAPTER, entry.key, entry.page_count, entry.page_count * page_ns, entry.last_touch
+            ),
+            entry,
         )
         for entry in state.occupied.values()
         if entry is not keep and eviction.eligible(entry, state.committed)
@@ -52,8 +50,9 @@ def choose(
     state: EngineState, pages_needed: int, *, keep: AdapterEntry | None = None, count: int = 0, floor: int = 0
 ) -> list[AdapterEntry] | None:
     """Victims that cover `pages_needed` and free `count` slots, or None. floor: adapter pages that stay."""
+    offered = candidates(state, keep)
     chosen = eviction.choose(
-        candidates(state, keep),
+        [candidate for candidate, _ in offered],
         pages_needed,
         now=state.launched,
         ranking=eviction.RANKINGS[state.limits.ranking],
@@ -63,13 +62,13 @@ def choose(
     )
     if chosen is None:
         return None
-    by_key = {entry.key: entry for entry in state.occupied.values() if entry.state in EVICTABLE}
-    return [by_key[candidate.key] for candidate in chosen]
+    entries = {id(candidate): entry for candidate, entry in offered}
+    return [entries[id(candidate)] for candidate in chosen]
 
 
 def reclaimable_pages(state: EngineState, keep: AdapterEntry | None = None) -> int:
     """Pages of adapters that satisfy the full eviction predicate (0x05C)."""
-    return sum(candidate.pages for candidate in candidates(state, keep))
+    return sum(candidate.pages for candidate, _ in candidates(state, keep))
 
 
 def evict_for(state: EngineState, pages_needed: int, keep: AdapterEntry | None = None) -> bool:
@@ -91,7 +90,8 @@ def evict(state: EngineState, entry: AdapterEntry) -> None:
 
 def retire(state: EngineState, entry: AdapterEntry) -> None:
     """Stop new binds of a published adapter, before anything of it is reused."""
-    move(state, entry, AdapterState.RETIRING)
+    if entry.state is not AdapterState.RETIRING:
+        move(state, entry, AdapterState.RETIRING)
     if entry.prefetched:
         note_prefetch(state, entry, used=False)
 
@@ -114,6 +114,7 @@ def leave_slot(state: EngineState, entry: AdapterEntry) -> None:
     """Give a slot back: its generation grows, so that no handle to it is valid again."""
     state.directory.give_back(entry.slot, entry.generation)
     del state.occupied[entry.slot]
+    state.occupied_pages -= entry.page_count
     entry.slot = entry.generation = 0
 
 
@@ -174,6 +175,9 @@ def impossible(state: EngineState, entry: AdapterEntry | None, kv_pages: int) ->
                 ErrorCode.POOL_EXHAUSTED,
                 f"the adapter needs {entry.page_count} pages, the limit leaves adapters {state.caps.adapter_pages}; raise it",
             )
+        refusal = None if entry.resident else _beside_pins(state, entry)
+        if refusal is not None:
+            return refusal
         pinned_bytes = sum(image_bytes(state, other) for other in state.pinned.values() if other is not entry)
         if image_bytes(state, entry) + pinned_bytes > state.host.limit_bytes:
             return CapacityError(
@@ -186,6 +190,25 @@ def impossible(state: EngineState, entry: AdapterEntry | None, kv_pages: int) ->
         return CapacityError(
             ErrorCode.POOL_EXHAUSTED,
             f"{needed} pages are needed, pinned adapters hold {held} of {state.pool.usable}; unpin one",
+        )
+    return None
+
+
+def _beside_pins(state: EngineState, entry: AdapterEntry) -> CapacityError | None:
+    """Why an adapter that is not on the device can never get there beside the pinned ones."""
+    others = len(state.pinned) - (entry.key in state.pinned)
+    slots = min(state.caps.resident_adapters, state.limits.max_adapter_slots - 1)
+    if others >= slots:
+        return CapacityError(
+            ErrorCode.ADAPTER_SLOTS_EXHAUSTED,
+            f"{others} adapters are pinned, {slots} may be resident; unpin one",
+        )
+    held = pinned_pages(state.pinned.values(), entry)
+    if entry.page_count + held > state.caps.adapter_pages:
+        return CapacityError(
+            ErrorCode.POOL_EXHAUSTED,
+            f"the adapter needs {entry.page_count} pages, pinned ones hold {held} of the "
+            f"{state.caps.adapter_pages} that adapters may take; unpin one",
         )
     return None
 

@@ -104,12 +104,14 @@ class LoadJob:
 
 @dataclass(slots=True)
 class Want:
-    """A call that wishes an adapter on the device. tries: steps in which it found no pages."""
+    """A call that wishes an adapter on the device. tries: steps in which it found no pages. host_only: its
+    image in host memory is enough."""
 
     entry: AdapterEntry
     purpose: Purpose
     call_id: int
     tries: int = 0
+    host_only: bool = False
 
     @property
     def stalled(self) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from loraplex.core.errors import LoraplexError
-from loraplex.core.events import Event, RequestFinished
+from loraplex.core.events import AdapterTransition, Event, RequestFinished
 from loraplex.core.messages import Ended, FromEngine
 from loraplex.core.packed import I32
 from loraplex.core.plan import BatchPlan
@@ -19,8 +19,9 @@ from loraplex.engine.config import EngineLimits
 from loraplex.engine.deltas import PendingDeltas
 from loraplex.engine.records import LoadJob, Phase, RequestRecord, Want
 from loraplex.memory.host import HostTier
+from loraplex.memory.leases import SlotLease
 from loraplex.memory.pages import PagePool, PageState
-from loraplex.memory.residency import AdapterEntry, SlotDirectory
+from loraplex.memory.residency import AdapterEntry, AdapterState, SlotDirectory
 from loraplex.schedule.packing import Deltas
 from loraplex.schedule.queue import WaitingQueue
 from loraplex.schedule.running import RunningTable
@@ -72,7 +73,7 @@ class EngineState:
     """Pool, adapters, requests, queue, flights, outgoing messages and events.
 
     adapters: registered ones by key. departing: removed ones that are still in use, with the call that hears of their
-    end. occupied: adapter slots that are taken, with or without a published adapter. sharers: adapters that have not left,
+    end. occupied: adapter slots that are taken, with or without a published adapter; occupied_pages: pages of them all. sharers: adapters that have not left,
     by the kernel digest of their image. pinned: those with a pin.
     """
 
@@ -96,6 +97,7 @@ class EngineState:
         self.adapters: dict[str, AdapterEntry] = {}
         self.sharers: dict[str, list[AdapterEntry]] = {}
         self.occupied: dict[int, AdapterEntry] = {}
+        self.occupied_pages = 0
         self.pinned: dict[str, AdapterEntry] = {}
         self.wants: list[Want] = []
         self.speculation = Speculation()
@@ -155,6 +157,7 @@ class EngineState:
         """Take an adapter out of the registered ones; `call_id` hears when it has left."""
         del self.adapters[entry.key]
         self.pinned.pop(entry.key, None)
+        entry.pin_count = 0  # a pin follows the name, and this revision has none any more
         entry.removing = True
         self.departing.append((entry, call_id))
 
@@ -184,8 +187,29 @@ class EngineState:
         if pages.size:
             self.free_pages(pages, PageState.KV, slot, incarnation)
         if record.lease is not None:
+            entry = record.lease.entry
+            before = entry.state
             record.lease.release(self.launched)
             record.lease = None
+            self.note_move(entry, before)
+
+    def take_slot_lease(self, record: RequestRecord) -> SlotLease:
+        """Bind a request to the published slot of the revision that it leased."""
+        assert record.revision is not None
+        entry = record.revision.entry
+        before = entry.state
+        record.lease = SlotLease.take(record.revision, self.launched)
+        self.note_move(entry, before)
+        return record.lease
+
+    def note_move(self, entry: AdapterEntry, before: AdapterState) -> None:
+        """Emit an adapter's change of state, if it changed: no state moves without its event."""
+        if entry.state is not before:
+            self.emit(
+                AdapterTransition(
+                    self.clock.now_ns(), entry.key, entry.slot, entry.generation, before, entry.state, entry.page_count
+                )
+            )  # fmt: skip
 
     def end(self, record: RequestRecord, *, reason: str | None = None, error: LoraplexError | None = None,
             stop_token: int | None = None) -> None:  # fmt: skip

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from loraplex.memory.residency import EVICTABLE, AdapterEntry
+from loraplex.memory.residency import EVICTABLE, AdapterEntry, AdapterState
 
 
 class PageClass(StrEnum):
@@ -42,9 +42,14 @@ Ranking = Callable[[Sequence[Candidate], int], list[Candidate]]
 
 
 def eligible(entry: AdapterEntry, completed_launch: int) -> bool:
-    """The full safety predicate of 0x04F with 0x05D's verified host source. No ranking replaces it."""
+    """The full safety predicate of 0x04F with 0x05D's verified host source. No ranking replaces it.
+
+    A removed adapter that only waiting requests still lease counts as idle: they hold its revision, not its pages, and
+    may need those pages themselves.
+    """
+    unused = entry.state in EVICTABLE or (entry.state is AdapterState.RETIRING and not entry.evicting)
     return (
-        entry.state in EVICTABLE
+        unused
         and entry.refcount == 0
         and entry.pin_count == 0
         and entry.queued_reservations == 0

@@ -34,12 +34,13 @@ class HostImage:
 
 
 class HostTier:
-    """Images by kernel digest, at most `limit_bytes` of them together."""
+    """Images by kernel digest, at most `limit_bytes` of them together. fetching: images on their way."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.fetches = self.fetched_bytes = self.failures = self.evictions = 0
+        self.fetching = 0
         self._images: dict[str, HostImage] = {}
         self._serial = 0
 
@@ -54,11 +55,6 @@ class HostTier:
         """Whether the image lies verified in host memory."""
         image = self._images.get(kernel_digest)
         return image is not None and image.state is HostState.READY
-
-    @property
-    def fetching(self) -> int:
-        """Images on their way."""
-        return sum(image.state is HostState.FETCHING for image in self._images.values())
 
     @property
     def excess_bytes(self) -> int:
@@ -79,18 +75,21 @@ class HostTier:
         )
         self.used_bytes += nbytes
         self.fetches += 1
+        self.fetching += 1
         return True
 
     def arrived(self, kernel_digest: str) -> None:
         """The loader verified the image in place."""
         image = self._expect(kernel_digest, HostState.FETCHING)
         image.state = HostState.READY
+        self.fetching -= 1
         self.fetched_bytes += image.nbytes
 
     def failed(self, kernel_digest: str) -> None:
         """The loader could not bring it; its bytes are free again."""
         self._expect(kernel_digest, HostState.FETCHING)
         self._remove(kernel_digest)
+        self.fetching -= 1
         self.failures += 1
 
     def hold(self, kernel_digest: str) -> None:
@@ -131,7 +130,8 @@ class HostTier:
     def check(self) -> None:
         """Raise `host_tier_state` unless the bytes add up."""
         total = sum(image.nbytes for image in self._images.values())
-        if total != self.used_bytes:
+        on_their_way = sum(image.state is HostState.FETCHING for image in self._images.values())
+        if total != self.used_bytes or on_their_way != self.fetching:
             raise InternalFault(
                 ErrorCode.HOST_TIER_STATE, f"the host tier counts {self.used_bytes} bytes, it holds {total}"
             )

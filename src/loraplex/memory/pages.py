@@ -11,6 +11,7 @@ Specification: 0x05A (one pool, two ownership rules), 0x04F (fences); DESIGN 4 "
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -79,6 +80,10 @@ class PagePool:
     def free(self) -> int:
         """Free pages."""
         return len(self._free)
+
+    def free_pages(self) -> Iterator[int]:
+        """The free pages, longest free first."""
+        return iter(self._free)
 
     @property
     def usable(self) -> int:

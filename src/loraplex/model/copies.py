@@ -1,8 +1,8 @@
 """Copies of adapter images into the page pool, beside the steps: started by a plan, reported by a later result.
 
 On a CPU a copy advances by bounded pieces, one at the end of each step's start, so that no step waits for a whole
-adapter; a step without rows goes on until a copy has ended. On CUDA pages move on a stream of their own and nothing
-waits at all. Either way each page is summed where it lies, and the sums are compared with those of the verified image.
+adapter; a step without rows goes on until a copy has ended. On CUDA pages move on a stream of their own
+(`stream_copies`) and nothing waits at all. Either way each page is summed where it lies, and the sums are compared with those of the verified image.
 
 Never decides what is copied and never publishes.
 
@@ -11,6 +11,7 @@ Specification: 0x04E (copy, event, validate); DESIGN 4 "Residency", "Loading".
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -20,7 +21,6 @@ import torch
 
 from loraplex.core.layout import AdapterImage
 from loraplex.core.packed import I32
-from loraplex.model.pinned import PinnedImages
 from loraplex.ops.table import AdapterTable
 
 PIECE_BYTES: Final = 2 << 20
@@ -31,7 +31,10 @@ IDLE_PIECE_BYTES: Final = 64 << 20
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """One copy under way. done: pages moved. sums: int64 checksums of the moved pages, on the host in the end."""
+    """One copy under way. done: pages moved. sums: int64 checksums of the moved pages, on the host in the end.
+
+    queued, ready: on a stream, everything was given to the device, and the event of its end.
+    """
 
     slot: int
     generation: int
@@ -40,6 +43,7 @@ class Copy:
     done: int = 0
     sums: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     ready: torch.cuda.Event | None = None
+    queued: threading.Event = field(default_factory=threading.Event)
 
     @property
     def intact(self) -> bool:
@@ -116,51 +120,10 @@ class SteppedCopies:
         return self._table.page_bytes
 
 
-class StreamCopies:
-    """Copies of a CUDA pool, on a stream of their own; ends are seen by events."""
-
-    def __init__(self, table: AdapterTable) -> None:
-        self._table = table
-        self._stream = torch.cuda.Stream(table.pool.device)
-        self._pinned = PinnedImages()
-        self._open: deque[Copy] = deque()
-
-    def start(self, copy: Copy) -> None:
-        """Enqueue every page, its checksum and the event that ends it."""
-        compute = torch.cuda.current_stream(self._table.pool.device)
-        self._stream.wait_stream(compute)  # scrubs of these pages, where tests ask for them
-        source = self._pinned.pages(copy.image)
-        with torch.cuda.stream(self._stream):
-            for index, page in enumerate(copy.pages.tolist()):
-                self._table.pool[page].copy_(source[index], non_blocking=True)
-            sums = self._table.checksums(copy.pages)
-            copy.sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
-            copy.sums.copy_(sums, non_blocking=True)
-            copy.ready = torch.cuda.Event()
-            copy.ready.record(self._stream)
-        self._open.append(copy)
-
-    def advance(self, idle: bool) -> None:
-        """The device moves by itself; an idle step waits for the oldest copy."""
-        if idle and self._open and self._open[0].ready is not None:
-            self._open[0].ready.synchronize()
-
-    def ended(self) -> list[Copy]:
-        """Copies whose event has come since the last call."""
-        ended: list[Copy] = []
-        while self._open and self._open[0].ready is not None and self._open[0].ready.query():
-            copy = self._open.popleft()
-            self._pinned.let_go(copy.image)
-            ended.append(copy)
-        return ended
-
-    def complete(self, slot: int, generation: int) -> None:
-        """Wait for this copy."""
-        for copy in self._open:
-            if (copy.slot, copy.generation) == (slot, generation) and copy.ready is not None:
-                copy.ready.synchronize()
-
-
 def make_copies(table: AdapterTable) -> Copies:
     """The copies that suit the pool's device."""
-    return SteppedCopies(table) if table.pool.device.type == "cpu" else StreamCopies(table)
+    if table.pool.device.type == "cpu":
+        return SteppedCopies(table)
+    from loraplex.model.stream_copies import StreamCopies
+
+    return StreamCopies(table)

@@ -39,6 +39,7 @@ class CpuLayers:
         self._spec, self._function = spec, function
         self._keep = (weights, rope, pool)
         self._pool_at = pool.data_ptr()
+        self._room = torch.empty(0, dtype=torch.uint8)
         layers = np.array(
             [list(_layer_words(layer, w)) for layer, w in zip(weights.layers, spec.windows, strict=True)],
             dtype=np.int64,
@@ -69,6 +70,17 @@ class CpuLayers:
         """Whether a step with these parts can run here: over this pool, with no other adapter family."""
         return attention.pool_at == self._pool_at and isinstance(adapters, NoAdapters | CpuKernelOps)
 
+    def _scratch(self, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Matrices [rows, width] that hold until the next step: fresh memory would be paged in anew every time."""
+        sizes = [-(-rows * width * dtype.itemsize // 64) * 64 for width in widths]
+        if self._room.numel() < sum(sizes):
+            self._room = torch.empty(sum(sizes), dtype=torch.uint8)
+        pieces = self._room[: sum(sizes)].split(sizes)
+        return [
+            piece[: rows * width * dtype.itemsize].view(dtype).view(rows, width)
+            for piece, width in zip(pieces, widths, strict=True)
+        ]
+
     def run(
         self, hidden: torch.Tensor, positions: torch.Tensor, attention: TorchPagedBatch, adapters: AdapterOps
     ) -> None:
@@ -79,7 +91,7 @@ class CpuLayers:
             spec.hidden_size, spec.q_size + 2 * spec.kv_size, spec.q_size, 2 * spec.intermediate_size,
             spec.intermediate_size, spec.hidden_size,
         )  # fmt: skip
-        scratch = [torch.empty((rows, width), dtype=dtype) for width in widths]
+        scratch = self._scratch(rows, widths, dtype)
         pages = np.ascontiguousarray(histories.pages, dtype=np.int32)
         requests = np.repeat(np.arange(histories.rows.size, dtype=np.int32), histories.rows)
         records = adapters.records(GROUPS) if isinstance(adapters, CpuKernelOps) else Records(0, 0, 0, ())

@@ -57,6 +57,11 @@ def rank_ledger(ranks: I32, d_in: int, d_out: int, physical_rank: int | None = N
     return RankLedger(int(active.size), true, executed, d_in, d_out)
 
 
+def branch_bytes(ranks_by_slot: dict[int, int], rows: int, d_in: int, d_out: int, itemsize: int) -> int:
+    """Bytes that the branch of one projection must move: factors once, x read, y read and written for each row."""
+    return factor_bytes(ranks_by_slot, d_in, d_out, itemsize) + rows * (d_in + 2 * d_out) * itemsize
+
+
 def factor_bytes(ranks_by_slot: dict[int, int], d_in: int, d_out: int, itemsize: int) -> int:
     """Bytes of factors that must be read once for one projection: each distinct adapter once, at true rank."""
     return sum(ranks_by_slot.values()) * (d_in + d_out) * itemsize
@@ -64,12 +69,18 @@ def factor_bytes(ranks_by_slot: dict[int, int], d_in: int, d_out: int, itemsize:
 
 @dataclass(frozen=True, slots=True)
 class PhaseLedger:
-    """Adapter rows of one phase. rows, requests: with an adapter. concentration: of the most popular one, 0 if none."""
+    """Adapter rows of one phase.
+
+    rows, requests: with an adapter. concentration: of the most popular one, 0 if none. by_adapter: adapter slot ->
+    (rows, requests). ranks: rank -> rows, empty where no ranks were given.
+    """
 
     rows: int
     requests: int
     adapters: int
     concentration: Fraction
+    by_adapter: dict[int, tuple[int, int]]
+    ranks: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +94,38 @@ class IterationLedger:
     runs_after: int
 
 
-def iteration_ledger(plan: BatchPlan) -> IterationLedger:
-    """How the adapter rows of a plan are spread (0x03F)."""
+def iteration_ledger(plan: BatchPlan, ranks: I32 | None = None) -> IterationLedger:
+    """How the adapter rows of a plan are spread (0x03F). ranks: int32 [slots], the rank of one module by adapter slot."""
     slots, rows = plan.requests[:, 2], plan.requests[:, 5]
     in_prefill = np.arange(slots.size) < plan.prefills
     order = np.argsort(plan.requests[:, 7], kind="stable")
     return IterationLedger(
-        prefill=_phase(slots[in_prefill], rows[in_prefill]),
-        decode=_phase(slots[~in_prefill], rows[~in_prefill]),
-        all=_phase(slots, rows),
+        prefill=_phase(slots[in_prefill], rows[in_prefill], ranks),
+        decode=_phase(slots[~in_prefill], rows[~in_prefill], ranks),
+        all=_phase(slots, rows, ranks),
         runs_before=_runs(slots[order]),
         runs_after=_runs(slots),
     )
 
 
-def _phase(slots: I32, rows: I32) -> PhaseLedger:
+def _phase(slots: I32, rows: I32, ranks: I32 | None) -> PhaseLedger:
     active = slots != BASE_SLOT
     counts = np.bincount(slots[active], weights=rows[active]).astype(np.int64)
+    requests = np.bincount(slots[active])
     total = int(counts.sum())
+    present = np.flatnonzero(counts)
+    histogram: dict[int, int] = {}
+    if ranks is not None:
+        for slot in present.tolist():
+            rank = int(ranks[slot])
+            histogram[rank] = histogram.get(rank, 0) + int(counts[slot])
     return PhaseLedger(
         rows=total,
         requests=int(np.count_nonzero(active)),
         adapters=int(np.count_nonzero(counts)),
         concentration=Fraction(int(counts.max()), total) if total else Fraction(0),
+        by_adapter={slot: (int(counts[slot]), int(requests[slot])) for slot in present.tolist()},
+        ranks=histogram,
     )
 
 

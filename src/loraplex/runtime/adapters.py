@@ -15,24 +15,17 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from loraplex.catalog.memory import DEFAULT_NAMESPACE, AdapterCatalog, Revision
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
-from loraplex.core.messages import EngineCall, Inspect, RemoveAdapter
+from loraplex.core.messages import Inspect, RemoveAdapter
+from loraplex.runtime.controls import EngineCalls, ResidencyControls
 from loraplex.runtime.prepare import PreparedAdapter
 
 Prepare = Callable[[str], Awaitable[PreparedAdapter]]
-
-
-class EngineCalls(Protocol):
-    """The part of an engine client that adapter administration uses."""
-
-    async def call(self, message: EngineCall) -> dict[str, Any]:
-        """Send a call and wait for its reply; the client numbers it. Raises the typed error of the reply."""
-        ...
 
 
 def local_source(source: str, roots: Sequence[str | os.PathLike[str]]) -> str:
@@ -84,6 +77,7 @@ class AdapterService:
         self._bound: Counter[str] = Counter()
         self._retiring: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
         self.retire_failures: dict[str, LoraplexError] = {}
+        self.controls = ResidencyControls(engine)
 
     def __iter__(self) -> Iterator[Revision]:
         return iter(self._catalog)
@@ -128,15 +122,31 @@ class AdapterService:
             return self._catalog.add(alias, source, prepared, tenant)
 
     async def swap(
-        self, alias: str, source: str, expected: int | None = None, tenant: str = DEFAULT_NAMESPACE
+        self,
+        alias: str,
+        source: str,
+        expected: int | None = None,
+        tenant: str = DEFAULT_NAMESPACE,
+        *,
+        drain: bool = False,
     ) -> Revision:
-        """Publish a new revision of an alias. expected: the revision to replace; another one is a conflict."""
+        """Publish a new revision of an alias. expected: the revision to replace; another one is a conflict.
+
+        The new one is on the device before the alias moves, if the old one is; `pool_exhausted` where there is no room
+        for both. drain: move the alias at once, and load the new one into what the old one leaves.
+        """
         self._catalog.check_swap(alias, expected, tenant)
         async with self._prepared(source) as prepared, self._change:
-            return await self._swap(alias, source, prepared, expected, tenant)
+            return await self._swap(alias, source, prepared, expected, tenant, drain=drain)
 
     async def put(
-        self, alias: str, source: str, expected: int | None = None, tenant: str = DEFAULT_NAMESPACE
+        self,
+        alias: str,
+        source: str,
+        expected: int | None = None,
+        tenant: str = DEFAULT_NAMESPACE,
+        *,
+        drain: bool = False,
     ) -> Revision:
         """`add` a new alias, `swap` a known one; with `expected`, only a known one."""
         if self._catalog.get(alias, tenant) is None and expected is None:
@@ -145,7 +155,7 @@ class AdapterService:
             self._catalog.check_swap(alias, expected, tenant)
         async with self._prepared(source) as prepared, self._change:
             if self._catalog.get(alias, tenant) is not None or expected is not None:
-                return await self._swap(alias, source, prepared, expected, tenant)
+                return await self._swap(alias, source, prepared, expected, tenant, drain=drain)
             await self._register(prepared)
             return self._catalog.add(alias, source, prepared, tenant)
 
@@ -153,8 +163,39 @@ class AdapterService:
         """Take an alias away. It is unknown at once; its adapter leaves the engine when nothing uses it any more."""
         async with self._change:
             revision = self._catalog.remove(alias, tenant)
+            await self.controls.unpin((tenant, alias))
             self._retire_later(revision)
             return revision
+
+    async def pin(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
+        """Keep an alias on the device, whatever it stands for; `pool_exhausted` where pins leave too little."""
+        async with self._change:
+            await self.controls.pin((tenant, alias), self._catalog.current(alias, tenant).key)
+
+    async def unpin(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
+        """Let an alias be evicted again."""
+        async with self._change:
+            self._catalog.current(alias, tenant)
+            await self.controls.unpin((tenant, alias))
+
+    async def prefetch(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
+        """Load an alias on speculation; `pool_exhausted` where that would take what requests will want."""
+        await self.controls.prefetch(self._catalog.current(alias, tenant).key)
+
+    async def revoke(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> list[Revision]:
+        """Take away every name of what an alias stands for, and end its requests; it is never registered again."""
+        async with self._change:
+            key = self._catalog.current(alias, tenant).key
+            gone = [revision for revision in self._catalog if revision.key == key]
+            for revision in gone:
+                self._catalog.remove(revision.alias, revision.namespace)
+                self._unnamed[revision.prepared.register.kernel_digest] = key
+            self._registered.discard(key)
+            try:
+                await self.controls.revoke(key)
+            finally:
+                self._reclaim_unnamed()
+            return gone
 
     async def restore(self) -> dict[str, LoraplexError]:
         """Register everything with a restarted engine. Returns what could not be, by alias."""
@@ -166,6 +207,7 @@ class AdapterService:
                     await self._register(revision.prepared)
                 except LoraplexError as error:
                     failed[revision.alias] = error
+            await self.controls.restore()
         return failed
 
     async def describe(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> dict[str, Any]:
@@ -191,13 +233,34 @@ class AdapterService:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _swap(
-        self, alias: str, source: str, prepared: PreparedAdapter, expected: int | None, tenant: str
+        self,
+        alias: str,
+        source: str,
+        prepared: PreparedAdapter,
+        expected: int | None,
+        tenant: str,
+        *,
+        drain: bool,
     ) -> Revision:
         self._catalog.check_swap(alias, expected, tenant)
+        key = prepared.identity.semantic
         await self._register(prepared)
-        old, new = self._catalog.swap(alias, source, prepared, expected, tenant)
+        try:
+            current = self._catalog.current(alias, tenant).key
+            async with self.controls.swapping((tenant, alias), current, key, drain=drain):
+                old, new = self._catalog.swap(alias, source, prepared, expected, tenant)
+        except LoraplexError:
+            await self._unregister(key)
+            raise
         self._retire_later(old)
         return new
+
+    async def _unregister(self, key: str) -> None:
+        """After a publication that failed: the engine forgets what no name stands for."""
+        if key in self._registered and not self._catalog.shares(key) and not self._bound[key]:
+            self._registered.discard(key)
+            with suppress(LoraplexError):  # an engine that is gone has forgotten it
+                await self._engine.call(RemoveAdapter(0, key))
 
     @asynccontextmanager
     async def _prepared(self, source: str) -> AsyncIterator[PreparedAdapter]:
@@ -224,6 +287,7 @@ class AdapterService:
 
     async def _register(self, prepared: PreparedAdapter) -> None:
         key = prepared.identity.semantic
+        self.controls.require_not_revoked(key)
         if key not in self._registered:
             await self._engine.call(prepared.register)
             self._registered.add(key)

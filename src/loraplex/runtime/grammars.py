@@ -29,8 +29,9 @@ from loraplex.core.plan import mask_width
 from loraplex.core.ports import Constraint
 from loraplex.engine.constraints import NoGrammars
 
-WHITESPACE: Final = r"[ \n\t]{0,24}"
-"""Between JSON tokens. Without an end to it, a model that likes blanks never writes anything else."""
+WHITESPACE: Final = r"( |\n {0,32}|\n\t{0,16})?"
+"""Between JSON tokens: nothing, a space, or a new line with its indentation. Without an end to it, a model that likes
+blanks never writes anything else."""
 _OPTIONS: Final = {"whitespace_pattern": WHITESPACE, "coerce_one_of": False, "lenient": False}
 _KEPT: Final = 64
 """Compiled grammars that are kept for the next request with the same schema."""

@@ -36,7 +36,7 @@ def bring(kernel_digest: str, disk: ImageStore, host: ImageStore) -> LoaderAnswe
 
 def main() -> int:
     """The child's entry."""
-    parent = Parent(tied=False)
+    parent = Parent()  # tied: one that hangs goes with its engine too
     try:
         start = parent.receive(_start)
         with suppress(OSError):

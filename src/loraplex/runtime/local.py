@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar, cast
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import Event
 from loraplex.core.messages import FromEngine, ToEngine
+
+T = TypeVar("T")
 
 
 class LocalMailbox:
@@ -44,6 +47,16 @@ class LocalMailbox:
     def send(self, messages: Sequence[FromEngine]) -> None:
         """Keep messages for `take`."""
         self._outbox.extend(messages)
+
+
+def run_now(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine whose every wait is over at once, in the caller's thread and without an event loop."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return cast("T", done.value)
+    work.close()
+    raise InternalFault(ErrorCode.INTERNAL, "work in the caller's thread cannot wait for an event loop")
 
 
 class NullSink:

@@ -20,6 +20,8 @@ from loraplex.runtime.chat_template import ChatTemplate
 
 _REPLACEMENT: Final = "\ufffd"
 _SPECIAL_ROLES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+SHORT_TEXT_CHARS: Final = 4096
+"""Texts up to here are tokenised in a few milliseconds; longer ones belong into a thread."""
 MAX_HELD_TOKENS: Final = 32
 """Tokens that may wait for a character to complete. No character needs more; past it they are not text."""
 _CONTEXT_TOKENS: Final = 6
@@ -58,6 +60,8 @@ class TextCodec:
         self._bos = bos_token
         self._bos_id = None if bos_token is None else tokenizer.token_to_id(bos_token)
         self._byte_level = "ByteLevel" in str(tokenizer.decoder)
+        # A normaliser may shorten a text, so that its length says nothing.
+        self._longest = None if tokenizer.normalizer is not None else max(map(len, tokenizer.get_vocab()))
         self._added = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
 
     @property
@@ -67,7 +71,11 @@ class TextCodec:
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of `text`. add_special: with what the model's tokenizer puts around it; a BOS is never doubled."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        if len(text) <= SHORT_TEXT_CHARS:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special)
+        else:  # a batch of one lets go of the interpreter meanwhile, which `encode` does not
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
+        ids: list[int] = encoding.ids
         if (
             add_special
             and self._bos is not None
@@ -76,6 +84,10 @@ class TextCodec:
         ):
             return ids[1:]
         return ids
+
+    def surely_exceeds(self, text: str, tokens: int) -> bool:
+        """Whether `text` is too long for so many tokens whatever it says; False where only tokenising it would tell."""
+        return self._longest is not None and len(text) > tokens * self._longest
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers. The template alone decides about a BOS."""

@@ -6,7 +6,8 @@ Specification: DESIGN 5 "HTTP".
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 from urllib.parse import unquote
 
 from loraplex.catalog.memory import Revision
@@ -15,10 +16,11 @@ from loraplex.core.messages import Inspect
 from loraplex.runtime.adapters import local_source
 from loraplex.server.metrics import CONTENT_TYPE
 from loraplex.server.routing import Call
-from loraplex.server.wire import LoadLoraAdapter, PutAdapter, UnloadLoraAdapter, decode
+from loraplex.server.wire import LoadLoraAdapter, PutAdapter, PutLimits, UnloadLoraAdapter, decode
 
 INSPECT_S = 2.0
 """How long `/metrics` waits for the engine: less than a scraper does."""
+GIB: Final = 1 << 30
 ACTIONS = ("pin", "unpin", "prefetch", "revoke")
 
 
@@ -137,7 +139,9 @@ async def put_adapter(call: Call) -> None:
     call.service.require_ready()
     source = local_source(request.source, call.service.config.adapter_dirs)
     adapters, alias, tenant = call.service.adapters, unquote(call.rest), call.caller.tenant
-    revision = await adapters.put(alias, source, request.expected_revision, tenant=tenant)
+    revision = await adapters.put(
+        alias, source, request.expected_revision, tenant=tenant, drain=request.drain
+    )
     call.exchange.facts["model"] = revision.name
     await call.exchange.answer(await adapters.describe(alias, tenant), 201 if revision.revision == 1 else 200)
 
@@ -151,24 +155,75 @@ async def delete_adapter(call: Call) -> None:
 
 
 async def adapter_action(call: Call) -> None:
-    """pin, unpin, prefetch, revoke: known by name, not carried out yet."""
+    """pin, unpin, prefetch, revoke."""
     call.caller.require_admin()
-    alias, _, action = call.rest.rpartition("/")
-    if action not in ACTIONS or not alias:
+    quoted, _, action = call.rest.rpartition("/")
+    if action not in ACTIONS or not quoted:
         raise CallerError(ErrorCode.NOT_FOUND, f"{call.exchange.path} is not served")
-    _owned(call, unquote(alias))
-    raise CallerError(
-        ErrorCode.UNSUPPORTED_OPTION, f"{action} is not supported by this server yet", param=action
+    alias, tenant = _owned(call, unquote(quoted)), call.caller.tenant
+    call.service.require_ready()
+    adapters = call.service.adapters
+    match action:
+        case "pin":
+            await adapters.pin(alias, tenant)
+        case "unpin":
+            await adapters.unpin(alias, tenant)
+        case "prefetch":
+            await adapters.prefetch(alias, tenant)
+        case _:
+            gone = await adapters.revoke(alias, tenant)
+            names = sorted(revision.name for revision in gone)
+            await call.exchange.answer({"alias": alias, "revoked": names})
+            return
+    await call.exchange.answer(await adapters.describe(alias, tenant))
+
+
+def _limits(call: Call, limits: Mapping[str, int], pages: Mapping[str, int]) -> dict[str, Any]:
+    total = pages["total"]
+    return {
+        "pool_share": limits["adapter_pages"] / total,
+        "adapter_pages": limits["adapter_pages"],
+        "pool_pages": total,
+        "resident_adapters": limits["resident_adapters"],
+        "host_bytes": limits["host_bytes"],
+        "over": {
+            name: limits[f"{name}_over"] for name in ("adapter_pages", "resident_adapters", "host_bytes")
+        },
+    }
+
+
+async def get_limits(call: Call) -> None:
+    """What adapters may take, and what is above a lowered limit still."""
+    call.service.require_ready()
+    figures = await call.service.client.call(Inspect(0))
+    await call.exchange.answer(_limits(call, figures["limits"], figures["pages"]))
+
+
+async def put_limits(call: Call) -> None:
+    """Change what adapters may take, while serving."""
+    if not call.caller.operator:
+        raise CallerError(
+            ErrorCode.FORBIDDEN, "limits are the operator's: an admin key of the tenant 'default'"
+        )
+    request = decode(await call.exchange.body(), PutLimits)
+    call.service.require_ready()
+    pages = (await call.service.client.call(Inspect(0)))["pages"]
+    limits = await call.service.adapters.controls.set_limits(
+        None if request.pool_share is None else int(request.pool_share * pages["total"]),
+        request.resident_adapters,
+        None if request.host_gb is None else int(request.host_gb * GIB),
     )
+    await call.exchange.answer(_limits(call, limits, pages))
 
 
 async def load_lora_adapter(call: Call) -> None:
-    """vLLM's call: register a new name. One that is taken is refused; PUT swaps."""
+    """vLLM's call: register a new name. One that is taken is refused unless it is to be replaced; then it is swapped."""
     call.caller.require_admin()
     request = decode(await call.exchange.body(), LoadLoraAdapter)
     call.service.require_ready()
     source = local_source(request.lora_path, call.service.config.adapter_dirs)
-    revision = await call.service.adapters.add(request.lora_name, source, tenant=call.caller.tenant)
+    change = call.service.adapters.put if request.load_inplace else call.service.adapters.add
+    revision = await change(request.lora_name, source, tenant=call.caller.tenant)
     call.exchange.facts["model"] = revision.name
     await _success(call, f"Success: LoRA adapter '{revision.alias}' added successfully.")
 

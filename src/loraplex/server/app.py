@@ -73,6 +73,8 @@ ROUTES: Final = (
     Route("POST", "/v1/load_lora_adapter", admin.load_lora_adapter),
     Route("POST", "/v1/unload_lora_adapter", admin.unload_lora_adapter),
     Route("GET", "/v1/residency", admin.residency),
+    Route("GET", "/v1/limits", admin.get_limits),
+    Route("PUT", "/v1/limits", admin.put_limits),
     Route("GET", "/health", admin.health, open=True),
     Route("GET", "/ready", admin.ready, open=True),
     Route("GET", "/metrics", admin.metrics, open=True),
@@ -120,7 +122,9 @@ def create_app(service: Service) -> AsgiApp:
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await _exchange(site, Exchange(scope, receive, send))
+            exchange = Exchange(scope, receive, send)
+            with service.exchanging(exchange):
+                await _exchange(site, exchange)
 
     return app
 

@@ -5,7 +5,6 @@ Specification: DESIGN 5 "HTTP".
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from loraplex.server.answers import (
 )
 from loraplex.server.generate import Generation, Piece, check_context, check_prompt, need_codec
 from loraplex.server.logprobs import chat_logprobs
-from loraplex.server.routing import LONG_TEXT_CHARS, Call
+from loraplex.server.routing import Call, encode_text
 from loraplex.server.sampling import sampling_params
 from loraplex.server.serving import About, Prepared, serve
 from loraplex.server.wire import ChatRequest
@@ -48,9 +47,11 @@ class Chat:
         """The conversation through the model's template."""
         _check(request)
         codec = need_codec(call.service, "messages")
-        ids = await _prompt(codec, request)
-        check_prompt(call.service, ids, "messages")
         given = [{"role": message.role, "content": message.text} for message in request.messages]
+        longest: int = call.service.engine_info["max_model_len"]
+        texts = [message["content"] for message in given]
+        ids = await encode_text(codec, texts, lambda: codec.chat(given), longest, "messages")
+        check_prompt(call.service, ids, "messages")
         return Prepared(given, [ids], _parameters(call, request, len(ids)))
 
     def rendering(
@@ -79,15 +80,14 @@ def _check(request: ChatRequest) -> None:
             f"max_tokens is {request.max_tokens} and max_completion_tokens is {request.max_completion_tokens}; give one",
             param="max_completion_tokens",
         )
+    if len(request.messages) > limits.MAX_MESSAGES:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"{len(request.messages)} messages were sent, the limit is {limits.MAX_MESSAGES}",
+            param="messages",
+        )
     if not request.messages:
         raise CallerError(ErrorCode.EMPTY_PROMPT, "messages is empty; give at least one", param="messages")
-
-
-async def _prompt(codec: TextCodec, request: ChatRequest) -> list[int]:
-    messages = [{"role": message.role, "content": message.text} for message in request.messages]
-    if sum(len(message["content"]) for message in messages) <= LONG_TEXT_CHARS:
-        return codec.chat(messages)
-    return await asyncio.to_thread(codec.chat, messages)
 
 
 def _parameters(call: Call, request: ChatRequest, prompt_tokens: int) -> SamplingParams:

@@ -50,10 +50,7 @@ class Completions:
             )
         if params.stop_strings:
             need_codec(service, "stop")
-        ids = [
-            await encode_text(need_codec(service, "prompt"), item) if isinstance(item, str) else item
-            for item in given
-        ]
+        ids = [item if isinstance(item, list) else await _encoded(service, item) for item in given]
         for prompt in ids:
             check_prompt(service, prompt, "prompt")
             check_context(service, len(prompt), params.max_tokens, "max_tokens")
@@ -64,6 +61,12 @@ class Completions:
     ) -> CompletionRendering:
         """The chunks and body of completions."""
         return CompletionRendering(about, request, prepared, generation)
+
+
+async def _encoded(service: Service, text: str) -> list[int]:
+    codec = need_codec(service, "prompt")
+    longest: int = service.engine_info["max_model_len"]
+    return await encode_text(codec, [text], lambda: codec.encode(text), longest, "prompt")
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:

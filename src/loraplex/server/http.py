@@ -12,7 +12,7 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 from loraplex.core import limits
-from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
+from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
 from loraplex.server.answers import encode, error_body
 from loraplex.server.listen import Receive, Send
 
@@ -44,6 +44,8 @@ class Exchange:
         self.answer_headers: dict[str, str] = {"x-request-id": self.request_id}
         self.facts: dict[str, Any] = {}
         self.status = 0
+        self._patience: asyncio.Timeout | None = None
+        self._hurried = False
 
     @property
     def path(self) -> str:
@@ -76,13 +78,25 @@ class Exchange:
         if announced.isdigit() and int(announced) > limits.MAX_BODY_BYTES:
             raise _too_large(int(announced))
         try:
-            async with asyncio.timeout(limits.BODY_TIMEOUT_S):
+            async with asyncio.timeout(0 if self._hurried else limits.BODY_TIMEOUT_S) as self._patience:
                 return await self._whole_body()
         except TimeoutError as error:
+            if self._hurried:
+                raise CapacityError(
+                    ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one"
+                ) from error
             raise CallerError(
                 ErrorCode.REQUEST_TIMEOUT,
                 f"the body did not arrive within {limits.BODY_TIMEOUT_S:g} s; send it again",
             ) from error
+        finally:
+            self._patience = None
+
+    def hurry(self) -> None:
+        """Wait no longer for the body: the server is ending."""
+        self._hurried = True
+        if self._patience is not None:
+            self._patience.reschedule(asyncio.get_running_loop().time())
 
     async def _whole_body(self) -> bytes:
         data = bytearray()
@@ -116,7 +130,9 @@ class Exchange:
             self.answer_headers["retry-after"] = str(RETRY_AFTER_S)
         if error.code is ErrorCode.UNAUTHENTICATED:
             self.answer_headers["www-authenticate"] = "Bearer"
-        if error.code in (ErrorCode.REQUEST_TOO_LARGE, ErrorCode.REQUEST_TIMEOUT):
+        if error.code in (
+            ErrorCode.REQUEST_TOO_LARGE, ErrorCode.REQUEST_TIMEOUT, ErrorCode.SHUTTING_DOWN, ErrorCode.ABORTED,
+        ):  # fmt: skip
             self.answer_headers["connection"] = "close"  # the rest of the body is not read
         await self.answer(error_body(error), error.status)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import resource
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
@@ -49,6 +50,18 @@ def check_address(host: str, port: int) -> None:
         ) from error
 
 
+def connection_limit() -> int:
+    """Connections that may be open at once: the limit, or what files are left for. Asks for as many files as it may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.MAX_CONNECTIONS + limits.RESERVED_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY:
+        return limits.MAX_CONNECTIONS
+    return max(min(limits.MAX_CONNECTIONS, soft - limits.RESERVED_FILES), 16)
+
+
 class Listener:
     """An application that is reachable from `start` to `stop`."""
 
@@ -62,6 +75,7 @@ class Listener:
             http=HTTPModes.http1,  # the limits below are those of HTTP/1.1
             websockets=False,
             backlog=BACKLOG,
+            backpressure=connection_limit(),
             log_enabled=False,
             http1_settings=HTTP1Settings(
                 header_read_timeout=round(limits.HEADER_TIMEOUT_S * 1000),

@@ -13,6 +13,7 @@ from loraplex.server.wire import (
     CompletionRequest,
     LoadLoraAdapter,
     PutAdapter,
+    PutLimits,
     UnloadLoraAdapter,
 )
 
@@ -22,6 +23,7 @@ _BODIES: dict[tuple[str, str], Any] = {
     ("POST", "/v1/load_lora_adapter"): LoadLoraAdapter,
     ("POST", "/v1/unload_lora_adapter"): UnloadLoraAdapter,
     ("PUT", "/v1/adapters/{alias}"): PutAdapter,
+    ("PUT", "/v1/limits"): PutLimits,
 }
 _ANSWERS: dict[tuple[str, str], Any] = {
     ("POST", "/v1/completions"): Completion,

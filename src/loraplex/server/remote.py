@@ -47,15 +47,27 @@ class RemoteServer:
         self._call("POST", "/v1/load_lora_adapter", {"lora_name": alias, "lora_path": source})
         return self.adapter(alias)
 
-    def swap(self, alias: str, source: str, expected: int | None) -> dict[str, Any]:
+    def swap(self, alias: str, source: str, expected: int | None, *, drain: bool = False) -> dict[str, Any]:
         """Publish a new revision of a known alias. expected: the revision to replace, whichever is current if None."""
         if expected is None:
             expected = int(self.adapter(alias)["revision"])
-        return self._call("PUT", _path(alias), {"source": source, "expected_revision": expected})
+        return self._call(
+            "PUT", _path(alias), {"source": source, "expected_revision": expected, "drain": drain}
+        )
 
     def remove(self, alias: str) -> None:
         """Take an alias away."""
         self._call("DELETE", _path(alias))
+
+    def act(self, alias: str, action: str) -> dict[str, Any]:
+        """pin, unpin, prefetch or revoke."""
+        return self._call("POST", f"{_path(alias)}/{action}")
+
+    def limits(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """What adapters may take, after `changes`."""
+        if not changes:
+            return self._call("GET", "/v1/limits")
+        return self._call("PUT", "/v1/limits", changes)
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection

@@ -8,20 +8,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
-from loraplex.runtime.text import TextCodec
+from loraplex.runtime.text import SHORT_TEXT_CHARS, TextCodec
 from loraplex.server.answers import DONE, error_body, event
 from loraplex.server.auth import Caller, KeyRing
 from loraplex.server.generate import Generation, Piece
 from loraplex.server.http import Exchange
 from loraplex.server.metrics import Metrics, outcome_of
 from loraplex.server.service import Service
-
-LONG_TEXT_CHARS = 4096
-"""Longer texts are tokenised in a thread, so that no other stream waits for them."""
 
 
 @dataclass(slots=True)
@@ -33,6 +30,17 @@ class Site:
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     serial: Iterator[int] = field(default_factory=itertools.count)
+    watchers: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def watch(self, exchange: Exchange) -> asyncio.Task[None]:
+        """A task that ends when the client goes away, or when the answer has been sent.
+
+        It is never cancelled: the listener would go on waiting inside, and hold up the end until the client closes.
+        """
+        task = asyncio.create_task(exchange.disconnected())
+        self.watchers.add(task)
+        task.add_done_callback(self.watchers.discard)
+        return task
 
 
 @dataclass(slots=True)
@@ -54,17 +62,29 @@ class Call:
 Handler = Callable[[Call], Awaitable[None]]
 
 
-async def encode_text(codec: TextCodec, text: str) -> list[int]:
-    """Token ids of a prompt; a long one does not hold up the event loop."""
-    if len(text) <= LONG_TEXT_CHARS:
-        return codec.encode(text)
-    return await asyncio.to_thread(codec.encode, text)
+async def encode_text(
+    codec: TextCodec, texts: Sequence[str], encode: Callable[[], list[int]], longest: int, param: str
+) -> list[int]:
+    """Token ids that `encode` makes of texts; long ones do not hold up the event loop.
+
+    longest: tokens that the context holds. Raises `context_too_long` for a text that no tokenising could make fit.
+    """
+    length = sum(map(len, texts))
+    if length <= SHORT_TEXT_CHARS:
+        return encode()
+    if any(codec.surely_exceeds(text, longest) for text in texts):
+        raise CallerError(
+            ErrorCode.CONTEXT_TOO_LONG,
+            f"the text has {length} characters, more than the context of {longest} tokens can hold; shorten it",
+            param=param,
+        )
+    return await asyncio.to_thread(encode)
 
 
 async def until_disconnect(call: Call, work: Awaitable[None]) -> None:
     """Do `work` unless the client goes away first; then it is cancelled, which withdraws its requests."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(call.exchange.disconnected())
+    gone = call.site.watch(call.exchange)
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -72,9 +92,8 @@ async def until_disconnect(call: Call, work: Awaitable[None]) -> None:
             return
         call.exchange.facts["outcome"] = "aborted"
     finally:
-        for pending in (task, gone):
-            pending.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
     if not call.exchange.started:  # who closed only its own side may still read why there is no answer
         raise CallerError(ErrorCode.ABORTED, "the client went away before the answer began")
 

@@ -10,6 +10,7 @@ Specification: DESIGN 4 "Processes", "Start-up".
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -40,6 +41,9 @@ _log: Final = logging.getLogger(__name__)
 ADAPTER_CONFIG: Final = "adapter_config.json"
 FLUSH_S: Final = 5.0
 """How long answers may take to leave once every request has ended."""
+
+CLOSE_S: Final = 0.5
+"""How long connections without a request may take to close."""
 
 Application = Callable[[Service], AsgiApp]
 
@@ -222,7 +226,7 @@ async def _restore(adapters: AdapterService) -> None:
 
 async def _drain(service: Service, listener: Listener, announcer: Announcer) -> None:
     """Refuse new requests, let open ones finish within the bound, end the rest, and let their answers leave."""
-    service.phase = Phase.DRAINING
+    service.drain()
     client, bound_s = service.client, service.config.drain_s
     if client.open_requests:
         announcer.say(f"stopping: {client.open_requests} open requests have {bound_s:g} s to finish")
@@ -234,6 +238,8 @@ async def _drain(service: Service, listener: Listener, announcer: Announcer) -> 
             CapacityError(ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one")
         )
     try:
-        await asyncio.wait_for(listener.stop(), FLUSH_S)
+        await asyncio.wait_for(service.quiet(), FLUSH_S)
     except TimeoutError:
         _log.warning("some answers were not taken within %g s", FLUSH_S)
+    with contextlib.suppress(TimeoutError):  # a client that never finished its headers
+        await asyncio.wait_for(listener.stop(), CLOSE_S)

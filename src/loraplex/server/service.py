@@ -5,6 +5,9 @@ Specification: DESIGN 4 "Processes".
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -17,6 +20,7 @@ from loraplex.runtime.client import EngineClient
 from loraplex.runtime.clock import MonotonicClock
 from loraplex.runtime.supervisor import EngineSupervisor
 from loraplex.runtime.text import TextCodec
+from loraplex.server.http import Exchange
 
 
 class Phase(StrEnum):
@@ -29,7 +33,10 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Service:
-    """One server. base_name: what callers call the base model. codec: None where the model has no tokenizer."""
+    """One server. base_name: what callers call the base model. codec: None where the model has no tokenizer.
+
+    exchanges: HTTP exchanges that are under way.
+    """
 
     config: ServeConfig
     base_name: str
@@ -39,6 +46,33 @@ class Service:
     adapters: AdapterService
     clock: Clock = field(default_factory=MonotonicClock)
     phase: Phase = Phase.STARTING
+    exchanges: set[Exchange] = field(default_factory=set)
+    _quiet: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @contextmanager
+    def exchanging(self, exchange: Exchange) -> Iterator[None]:
+        """Count an exchange from its first byte to its last."""
+        self.exchanges.add(exchange)
+        if self.phase is Phase.DRAINING:
+            exchange.hurry()
+        try:
+            yield
+        finally:
+            self.exchanges.discard(exchange)
+            if not self.exchanges:
+                self._quiet.set()
+
+    async def quiet(self) -> None:
+        """Wait until no exchange is under way."""
+        while self.exchanges:
+            self._quiet.clear()
+            await self._quiet.wait()
+
+    def drain(self) -> None:
+        """Take no more requests, and wait no longer for bodies that are still coming."""
+        self.phase = Phase.DRAINING
+        for exchange in list(self.exchanges):
+            exchange.hurry()
 
     @property
     def ready(self) -> bool:

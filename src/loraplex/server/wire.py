@@ -141,10 +141,12 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class LoadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/load_lora_adapter."""
+    """POST /v1/load_lora_adapter. load_inplace: a name that is taken gets a new revision instead of a refusal."""
 
     lora_name: str
     lora_path: str
+    load_inplace: bool | None = None
+    is_3d_lora_weight: Unsupported | UnsetType = UNSET
 
 
 class UnloadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,10 +157,23 @@ class UnloadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class PutAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """PUT /v1/adapters/{alias}. expected_revision: replace only this one."""
+    """PUT /v1/adapters/{alias}. expected_revision: replace only this one. drain: ask for no room beside the old one."""
 
     source: str
     expected_revision: int | None = None
+    drain: bool = False
+
+
+class PutLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """PUT /v1/limits. What is left out stays.
+
+    pool_share: part of the page pool that adapters may take. resident_adapters: adapters on the device. host_gb:
+    adapter images in host memory, in GiB.
+    """
+
+    pool_share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    resident_adapters: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    host_gb: Annotated[float, msgspec.Meta(ge=0, le=1 << 20)] | None = None
 
 
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")

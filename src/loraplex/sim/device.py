@@ -1,145 +1,312 @@
-"""A virtual device: runs packed plans over page contents that can be checked, with faults on demand.
+"""A virtual device: runs packed plans over page contents that can be checked, on virtual time, with faults on demand.
 
-It computes no model. A KV position holds a fingerprint of (token, position, adapter image); a sampled token is a hash
-of all fingerprints of its history, read back through the page table. So a row that ran with a wrong adapter, a stale
-page, a lost or doubled position produces another token than `expected_tokens`, which knows nothing of pages.
+It computes no model (see `tokens`): factors are their image's number, KV positions are fingerprints, and every read
+goes through the page tables that plans made. Plans run in order on a compute stream and do their work at their end, as
+late as possible; adapter copies run in that order too, or beside it on a copy stream, where the first half of the bytes
+lands when the copy starts and the rest when it ends. A copy is started once for each (slot, generation), also when the
+plan that carried it fails and another carries it again. Free pages hold poison.
 
-Specification: DESIGN 8 (simulator: a clock, a device and faults, nothing else).
+Owns time, bytes and what goes wrong with them; it never chooses anything. Without a clock every plan takes no time.
+
+Specification: DESIGN 8 (simulator: a clock, a device and faults, nothing else); 0x04B (load time), 0x04F (late writes).
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.core.packed import I32
+from loraplex.core.packed import I32, empty
 from loraplex.core.plan import COPY_DIGEST_WORDS, BatchPlan, StepResult
 from loraplex.core.plan_check import PlanBounds, check_plan
+from loraplex.sim.tokens import adapter_number, fingerprint_rows, next_allowed, position_weights, sampled
+from loraplex.sim.world import VirtualClock
 
-U64 = npt.NDArray[np.uint64]
 POISON: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
-_MIX: Final = np.uint64(0x9E37_79B9_7F4A_7C15)
+INJECTED: Final = "injected"
+BUILT_ON_FAILURE: Final = "the plan builds on one that failed"
 
 
-def _mix(values: U64) -> U64:
-    values = (values ^ (values >> np.uint64(31))) * np.uint64(0xBF58_476D_1CE4_E5B9)
-    return values ^ (values >> np.uint64(29))
+class CopyFate(StrEnum):
+    """What becomes of an adapter copy."""
+
+    INTACT = "intact"
+    FAILED = "failed"
+    TORN = "torn"
+    CORRUPT = "corrupt"
+    LOST = "lost"
 
 
-def fingerprints(tokens: I32, first: int, adapter: int) -> U64:
-    """What KV positions first.. hold for `tokens` under `adapter` (0: base)."""
-    positions = np.arange(first, first + tokens.size, dtype=np.uint64)
-    return _mix(tokens.astype(np.uint64) * _MIX + positions * np.uint64(0x1_0000_01B3) + np.uint64(adapter))
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Virtual nanoseconds: of a step, of each of its rows, of a copy, of each of its pages."""
 
-
-def next_token(history: U64, vocab_size: int) -> int:
-    """The token that a history of fingerprints leads to."""
-    weights = _mix(np.arange(1, history.size + 1, dtype=np.uint64) * _MIX) | np.uint64(1)
-    return int(_mix(np.atleast_1d((history * weights).sum(dtype=np.uint64)))[0] % np.uint64(vocab_size))
-
-
-def next_allowed(token: int, words: I32) -> int:
-    """The first token from `token` on, around the vocabulary, that a mask allows."""
-    allowed = np.flatnonzero(np.unpackbits(words.astype("<i4").view(np.uint8), bitorder="little"))
-    return int(allowed[np.searchsorted(allowed, token) % allowed.size])
-
-
-def adapter_number(words: I32) -> int:
-    """A number for an adapter image, from its digest's words."""
-    return int.from_bytes(words.astype("<i4").tobytes()[:7], "little") | 1
-
-
-def expected_tokens(prompt: I32, adapter: int, count: int, vocab_size: int) -> list[int]:
-    """The first `count` tokens that a request alone would produce."""
-    tokens = prompt.tolist()
-    for _ in range(count):
-        history = fingerprints(np.array(tokens, dtype=np.int32), 0, adapter)
-        tokens.append(next_token(history, vocab_size))
-    return tokens[len(prompt) :]
+    step_ns: int = 0
+    row_ns: int = 0
+    copy_ns: int = 0
+    page_ns: int = 0
 
 
 @dataclass(slots=True)
 class Faults:
-    """Faults to inject, by plan generation or adapter number. Empty: none."""
+    """Faults to inject, by plan generation or image number. Empty: none.
+
+    fate: what happens to a copy of an image, and how many times slower it is; None leaves `torn_copies` to decide.
+    report: what becomes of a finished copy's row: how many results later it is told, and how often. slower: how many
+    times longer a plan takes.
+    """
 
     fail_plans: set[int] = field(default_factory=set)
     stale_plans: set[int] = field(default_factory=set)
     torn_copies: set[int] = field(default_factory=set)
     nan_plans: set[int] = field(default_factory=set)
+    fate: Callable[[int], tuple[CopyFate, int]] | None = None
+    report: Callable[[], tuple[int, int]] | None = None
+    slower: Callable[[], int] | None = None
+
+
+@dataclass(slots=True)
+class _Copy:
+    """One copy: where to, of which image, how it goes, when it ends; pages that its own plan scrubs before it."""
+
+    slot: int
+    generation: int
+    pages: I32
+    number: int
+    fate: CopyFate
+    cost_ns: int
+    scrubs: I32 = field(default_factory=empty)
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A plan on the compute stream. result: set when it has run. doomed: a plan before it failed."""
+
+    data: bytes
+    end_ns: int
+    copies: list[_Copy]
+    result: StepResult | None = None
+    doomed: bool = False
 
 
 class VirtualDevice:
     """`core.ports.Backend` over checkable memory; every plan is validated and every read is verified."""
 
-    def __init__(self, bounds: PlanBounds, page_tokens: int, faults: Faults | None = None) -> None:
+    def __init__(
+        self,
+        bounds: PlanBounds,
+        page_tokens: int,
+        faults: Faults | None = None,
+        *,
+        clock: VirtualClock | None = None,
+        costs: Costs | None = None,
+        copy_stream: bool = False,
+        verify: bool = True,
+    ) -> None:
+        """copy_stream: copies run beside compute. verify: check each plan against itself, as a runner does."""
         self.bounds, self.page_tokens = bounds, page_tokens
         self.faults = faults or Faults()
+        self.clock = clock or VirtualClock()
+        self.costs = costs or Costs()
+        self.copy_stream, self.verify = copy_stream, verify
         self.memory = np.full((bounds.num_pages, page_tokens), POISON, dtype=np.uint64)
         self.page_table = np.zeros((bounds.max_requests, bounds.max_pages_per_request), dtype=np.int32)
         self.incarnation = np.zeros(bounds.max_requests, dtype=np.int64)
         self.frontier = np.zeros(bounds.max_requests, dtype=np.int64)
-        self.installed: dict[int, tuple[int, int, I32]] = {}
+        self.installed: dict[tuple[int, int], tuple[int, I32]] = {}
         self.published: dict[int, int] = {}
         self.sampled: dict[int, I32] = {}
-        self.plans: list[bytes] = []
-        self.on_plan: Callable[[BatchPlan], None] | None = None
-        self._results: deque[bytes] = deque()
+        self.plans: list[bytes] | None = []
+        self.on_plan: Callable[[BatchPlan, bytes], None] | None = None
+        self.on_result: Callable[[StepResult], None] | None = None
+        self._weights = position_weights(bounds.max_pages_per_request * page_tokens)
+        self._launched: deque[_Launched] = deque()
+        self._timeline: list[tuple[int, int, Callable[[], None]]] = []
+        self._sequence = 0
+        self._compute_free_ns = self._copy_free_ns = 0
+        self._started: dict[int, int] = {}
+        self._scrubbed: set[int] = set()
+        self._unreported: list[tuple[int, tuple[int, int, int]]] = []
+
+    # ------------------------------------------------------------ the port
 
     def launch(self, plan: bytes) -> None:
-        """Run a plan at once; its result waits for `collect`."""
-        self.plans.append(plan)
+        """Put a plan on the compute stream; copies of a copy stream start at once."""
+        if self.plans is not None:
+            self.plans.append(plan)
         unpacked = BatchPlan.unpack(plan)
         if self.on_plan is not None:
-            self.on_plan(unpacked)
+            self.on_plan(unpacked, plan)
+        refusal = self._refusal(unpacked)
+        if refusal is not None:
+            self._launched.append(_Launched(plan, self.clock.now, [], refusal))
+            return
+        copies = self._planned_copies(unpacked)
+        cost = self.costs.step_ns + self.costs.row_ns * unpacked.rows
+        if self.faults.slower is not None:
+            cost *= self.faults.slower()
+        if not self.copy_stream:
+            cost += sum(copy.cost_ns for copy in copies)
+        start = max(self.clock.now, self._compute_free_ns)
+        launched = _Launched(plan, start + cost, [] if self.copy_stream else copies)
+        self._compute_free_ns = launched.end_ns
+        self._launched.append(launched)
+        if self.copy_stream:
+            for copy in filter(self._begins, copies):
+                copy.scrubs = unpacked.scrub_pages[np.isin(unpacked.scrub_pages, copy.pages)]
+                self._start_copy(copy)
+        self._at(launched.end_ns, lambda: self._execute(launched))
+
+    def _refusal(self, plan: BatchPlan) -> StepResult | None:
+        """What is wrong with a plan before anything of it starts: itself, or a failure that it did not know of."""
         try:
-            result = self._run(unpacked)
+            if self.verify:
+                check_plan(plan, self.bounds)
+            if any(earlier.result is not None and earlier.result.error.size for earlier in self._launched):
+                raise InternalFault(ErrorCode.STALE_PLAN_GENERATION, BUILT_ON_FAILURE)
+            if plan.generation in self.faults.stale_plans:
+                raise InternalFault(ErrorCode.STALE_KV_FRONTIER, INJECTED)
         except InternalFault as fault:
-            result = StepResult.failure(unpacked.generation, f"{fault.code.value}: {fault.message}")
-        self._results.append(result.pack())
+            return StepResult.failure(plan.generation, f"{fault.code.value}: {fault.message}")
+        return None
 
     def collect(self) -> bytes:
-        """Result of the oldest plan not collected."""
-        return self._results.popleft()
+        """Result of the oldest plan not collected; time passes until it is there."""
+        oldest = self._launched.popleft()
+        self.advance(oldest.end_ns)
+        result = oldest.result
+        assert result is not None
+        if not result.error.size:
+            result = self._with_copies(result)
+        if self.on_result is not None:
+            self.on_result(result)
+        return result.pack()
 
-    def _run(self, plan: BatchPlan) -> StepResult:
-        check_plan(plan, self.bounds)
-        if plan.generation in self.faults.stale_plans:
-            self.faults.stale_plans.discard(plan.generation)
-            raise InternalFault(ErrorCode.STALE_KV_FRONTIER, "injected")
+    def advance(self, until_ns: int) -> None:
+        """Let everything happen that happens up to `until_ns`, in the order of its time."""
+        while self._timeline and self._timeline[0][0] <= until_ns:
+            heapq.heappop(self._timeline)[2]()
+        self.clock.now = max(self.clock.now, until_ns)
+
+    def _at(self, at_ns: int, action: Callable[[], None]) -> None:
+        self._sequence += 1
+        heapq.heappush(self._timeline, (at_ns, self._sequence, action))
+
+    # ------------------------------------------------------------ copies
+
+    def _planned_copies(self, plan: BatchPlan) -> list[_Copy]:
+        out, offset = [], 0
+        for row in plan.copies:
+            slot, generation, count = row[COPY_DIGEST_WORDS:].tolist()
+            pages = plan.copy_pages[offset : offset + count].copy()
+            offset += count
+            number = adapter_number(row[:COPY_DIGEST_WORDS])
+            if self.faults.fate is not None:
+                fate, slower = self.faults.fate(number)
+            else:
+                fate, slower = CopyFate.TORN if number in self.faults.torn_copies else CopyFate.INTACT, 1
+            cost = (self.costs.copy_ns + self.costs.page_ns * count) * slower
+            out.append(_Copy(slot, generation, pages, number, fate, cost))
+        return out
+
+    def _begins(self, copy: _Copy) -> bool:
+        """Whether this copy starts now; False when an earlier plan started it."""
+        fresh = self._started.get(copy.slot, 0) < copy.generation
+        if fresh:
+            self._started[copy.slot] = copy.generation
+        return fresh
+
+    def _start_copy(self, copy: _Copy) -> None:
+        start = max(self.clock.now, self._copy_free_ns)
+        self._copy_free_ns = start + copy.cost_ns
+        self._at(start, lambda: self._first_half(copy))
+        self._at(self._copy_free_ns, lambda: self._second_half(copy))
+
+    def _first_half(self, copy: _Copy) -> None:
+        self.memory[copy.scrubs] = POISON
+        self._scrubbed.update(copy.scrubs.tolist())
+        if copy.fate not in (CopyFate.FAILED, CopyFate.LOST):
+            half = copy.pages[: (copy.pages.size + 1) // 2]
+            self.memory[half] = self._bytes_of(copy)
+
+    def _second_half(self, copy: _Copy) -> None:
+        """The rest of the bytes, then the checksum of each page against the image's."""
+        if copy.fate in (CopyFate.INTACT, CopyFate.CORRUPT):
+            self.memory[copy.pages[(copy.pages.size + 1) // 2 :]] = self._bytes_of(copy)
+        whole = copy.fate is not CopyFate.LOST and bool(
+            (self.memory[copy.pages] == np.uint64(copy.number)).all()
+        )
+        if whole:
+            self.installed[copy.slot, copy.generation] = (copy.number, copy.pages)
+        later, times = self.faults.report() if self.faults.report is not None else (0, 1)
+        row = (copy.slot, copy.generation, int(whole))
+        self._unreported += [(later + extra, row) for extra in range(times)]
+
+    @staticmethod
+    def _bytes_of(copy: _Copy) -> np.uint64:
+        return np.uint64(copy.number ^ 2 if copy.fate is CopyFate.CORRUPT else copy.number)
+
+    def _with_copies(self, result: StepResult) -> StepResult:
+        due = [row for wait, row in self._unreported if wait <= 0]
+        self._unreported = [(wait - 1, row) for wait, row in self._unreported if wait > 0]
+        if not due:
+            return result
+        copied = np.array(due, dtype=np.int32).reshape(len(due), 3)
+        fields = {name: getattr(result, name) for name in StepResult.__dataclass_fields__}
+        return StepResult(**{**fields, "copied": copied})
+
+    # ------------------------------------------------------------ compute
+
+    def _execute(self, launched: _Launched) -> None:
+        plan = BatchPlan.unpack(launched.data)
+        try:
+            if launched.doomed:
+                raise InternalFault(ErrorCode.STALE_PLAN_GENERATION, BUILT_ON_FAILURE)
+            launched.result = self._run(plan, launched.copies)
+        except InternalFault as fault:
+            for later in self._launched:
+                later.doomed |= later.result is None
+            launched.result = StepResult.failure(plan.generation, f"{fault.code.value}: {fault.message}")
+
+    def _run(self, plan: BatchPlan, copies: list[_Copy]) -> StepResult:
         self._check_mirrors(plan)
         self._apply_deltas(plan)
+        for copy in filter(self._begins, copies):
+            self._first_half(copy)
+            self._second_half(copy)
         if plan.generation in self.faults.fail_plans:
-            raise InternalFault(ErrorCode.BACKEND_FAILED, "injected")
-        copied = self._copy(plan)
-        tokens = self._resolve(plan)
-        sampled = self._forward(plan, tokens)
+            raise InternalFault(ErrorCode.BACKEND_FAILED, INJECTED)
+        tokens = self._forward(plan, self._resolve(plan))
         self.frontier[plan.requests[:, 0]] = plan.requests[:, 6] + 1
-        self.sampled[plan.generation] = sampled
-        faults = (
-            np.array([[0, 1]], dtype=np.int32)
-            if plan.generation in self.faults.nan_plans and len(plan.requests)
-            else np.empty((0, 2), dtype=np.int32)
-        )
+        self.sampled[plan.generation] = tokens
+        self.sampled.pop(plan.generation - 2, None)
+        return self.result_of(plan, tokens)
+
+    def result_of(self, plan: BatchPlan, tokens: I32) -> StepResult:
+        """What the plan's rows gave, without log probabilities. tokens: [S]."""
+        bad = plan.generation in self.faults.nan_plans and len(plan.requests) > 0
         return StepResult(
             generation=plan.generation,
             execute_us=1,
-            tokens=sampled,
+            tokens=tokens,
             logprob_indptr=np.zeros(len(plan.samples) + 1, dtype=np.int32),
             prompt_logprob_indptr=np.zeros(len(plan.prompt_logprobs) + 1, dtype=np.int32),
-            copied=copied,
-            faults=faults,
+            faults=np.array([[0, 1]] if bad else [], dtype=np.int32).reshape(int(bad), 2),
         )
 
     def _check_mirrors(self, plan: BatchPlan) -> None:
-        incarnation, frontier = self.incarnation.copy(), self.frontier.copy()
-        incarnation[plan.opens[:, 0]] = plan.opens[:, 1]
-        frontier[plan.opens[:, 0]] = 0
+        incarnation, frontier = self.incarnation, self.frontier
+        if len(plan.opens):
+            incarnation, frontier = incarnation.copy(), frontier.copy()
+            incarnation[plan.opens[:, 0]] = plan.opens[:, 1]
+            frontier[plan.opens[:, 0]] = 0
         slots = plan.requests[:, 0]
         if not np.array_equal(incarnation[slots], plan.requests[:, 1]):
             raise InternalFault(
@@ -154,32 +321,26 @@ class VirtualDevice:
         self.incarnation[plan.opens[:, 0]] = plan.opens[:, 1]
         self.frontier[plan.opens[:, 0]] = 0
         for slot, generation in plan.publishes.tolist():
-            if slot not in self.installed or self.installed[slot][0] != generation:
-                raise InternalFault(ErrorCode.STALE_SLOT_GENERATION, f"slot {slot} was never filled")
-            self.published[slot] = generation
+            if self.published.get(slot) != generation:
+                if (slot, generation) not in self.installed:
+                    raise InternalFault(ErrorCode.STALE_SLOT_GENERATION, f"slot {slot} was never filled")
+                self.published[slot] = generation
         for slot, generation in plan.retires.tolist():
             if self.published.get(slot) == generation:
-                del self.published[slot], self.installed[slot]
-        self.memory[plan.scrub_pages] = POISON
-        self.page_table[plan.page_deltas[:, 0], plan.page_deltas[:, 1]] = plan.page_deltas[:, 2]
-
-    def _copy(self, plan: BatchPlan) -> I32:
-        rows, offset = [], 0
-        for copy in plan.copies:
-            slot, generation, count = copy[COPY_DIGEST_WORDS:].tolist()
-            pages = plan.copy_pages[offset : offset + count].copy()
-            offset += count
-            number = adapter_number(copy[:COPY_DIGEST_WORDS])
-            self.memory[pages] = np.uint64(number)
-            self.installed[slot] = (generation, number, pages)
-            rows.append((slot, generation, 0 if number in self.faults.torn_copies else 1))
-        return np.array(rows, dtype=np.int32).reshape(len(rows), 3)
+                del self.published[slot], self.installed[slot, generation]
+        if plan.scrub_pages.size:
+            done = np.isin(plan.scrub_pages, list(self._scrubbed))
+            self.memory[plan.scrub_pages[~done]] = POISON
+            self._scrubbed.difference_update(plan.scrub_pages.tolist())
+        if len(plan.page_deltas):
+            self.page_table[plan.page_deltas[:, 0], plan.page_deltas[:, 1]] = plan.page_deltas[:, 2]
 
     def _resolve(self, plan: BatchPlan) -> I32:
+        refers = plan.tokens < 0
+        if not refers.any():
+            return plan.tokens
         tokens = plan.tokens.copy()
-        refers = tokens < 0
-        if refers.any():
-            tokens[refers] = self.sampled[plan.reference][-1 - tokens[refers]]
+        tokens[refers] = self.sampled[plan.reference][-1 - tokens[refers]]
         return tokens
 
     def _adapter(self, slot: int, generation: int) -> int:
@@ -189,33 +350,38 @@ class VirtualDevice:
             raise InternalFault(
                 ErrorCode.STALE_SLOT_GENERATION, f"slot {slot} is not published at {generation}"
             )
-        _, number, pages = self.installed[slot]
+        number, pages = self.installed[slot, generation]
         if (self.memory[pages] != np.uint64(number)).any():
             raise InternalFault(ErrorCode.COPY_CHECKSUM, f"factors of slot {slot} were overwritten")
         return number
 
     def _forward(self, plan: BatchPlan, tokens: I32) -> I32:
-        indptr = plan.row_indptr
-        histories: list[U64] = []
-        for index, (slot, _, adapter_slot, generation, start, rows, _, _) in enumerate(
-            plan.requests.tolist()
-        ):
-            adapter = self._adapter(adapter_slot, generation)
-            lo = int(indptr[index])
-            positions = np.arange(start, start + rows)
-            pages = self.page_table[slot, positions // self.page_tokens]
-            if (pages == 0).any():
-                raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, f"request slot {slot} writes to the null page")
-            self.memory[pages, positions % self.page_tokens] = fingerprints(
-                tokens[lo : lo + rows], start, adapter
-            )
-            every = np.arange(start + rows)
-            history = self.memory[self.page_table[slot, every // self.page_tokens], every % self.page_tokens]
-            if (history == POISON).any():
-                raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, f"request slot {slot} reads a free page")
-            histories.append(history)
-        vocab = self.bounds.vocab_size
-        drawn = np.array([next_token(histories[row], vocab) for row in plan.samples[:, 1]], dtype=np.int32)
+        """Write every row's fingerprint, read every history back, sample. Returns the tokens [S]."""
+        if not plan.rows:
+            return np.empty(0, dtype=np.int32)
+        slots, rows, ends = (
+            plan.requests[:, 0],
+            plan.requests[:, 5],
+            plan.requests[:, 4] + plan.requests[:, 5],
+        )
+        pairs = [(slot, generation) for slot, generation in plan.requests[:, 2:4].tolist()]
+        numbers = {pair: self._adapter(*pair) for pair in dict.fromkeys(pairs)}
+        of_request = np.array([numbers[pair] for pair in pairs], dtype=np.uint64)
+        row_slots, positions = np.repeat(slots, rows), plan.positions
+        pages = self.page_table[row_slots, positions // self.page_tokens]
+        if (pages == 0).any():
+            raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a row writes to the null page")
+        self.memory[pages, positions % self.page_tokens] = fingerprint_rows(
+            tokens, positions, np.repeat(of_request, rows)
+        )
+        stops = np.cumsum(ends)
+        every = np.arange(int(stops[-1])) - np.repeat(stops - ends, ends)
+        read_from = self.page_table[np.repeat(slots, ends), every // self.page_tokens]
+        history = self.memory[read_from, every % self.page_tokens]
+        if (history == POISON).any():
+            raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a history has a free page")
+        sums = np.add.reduceat(history * self._weights[every], stops - ends)
+        drawn = sampled(sums[plan.samples[:, 1]], self.bounds.vocab_size)
         for sample, words in zip(plan.mask_samples.tolist(), plan.masks, strict=True):
             drawn[sample] = next_allowed(int(drawn[sample]), words)
         return drawn

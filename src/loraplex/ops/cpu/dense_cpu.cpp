@@ -13,9 +13,10 @@ template <class T>
 void dense(const T* w, const T* bias, int64_t d_in, int64_t columns, int64_t rows, T* y, int64_t y_stride, const T* x,
            int64_t x_stride) {
   const Dense<T> shape{w, bias, d_in, columns};
-  const DenseColumns<T> work{shape, y, y_stride, x, x_stride};
   const int threads = rows * columns * d_in < (1 << 18) ? 1 : omp_get_max_threads();
   const int64_t panels = shape.panels(), step = panels_per_item(panels, threads);
+  DenseColumns<T> work{shape, y, y_stride, x, x_stride};
+  work.ahead = elements_ahead(shape, step, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     static thread_local std::vector<float> scratch;

@@ -55,8 +55,12 @@ template <class T> void unpack_panels(const T* from, int64_t columns, int64_t d_
   }
 }
 
+// A weight is read once, from memory: ask for the second-level cache what a later item of this thread will read.
+inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 template <class T, int R, int C> struct DenseTile {
-  static void run(const T* const* x, const T* w, int64_t stride, int64_t begin, int64_t end, f32x16 (&sum)[R][C]) {
+  static void run(const T* const* x, const T* w, int64_t stride, int64_t begin, int64_t end, int64_t,
+                  f32x16 (&sum)[R][C]) {
     for (int64_t k = begin; k < end; ++k) {
       f32x16 factor[C];
       for (int c = 0; c < C; ++c) factor[c] = Lanes<T>::load(w + c * stride + k * kLanes);
@@ -73,9 +77,11 @@ template <class T, int R, int C> struct DenseTile {
 };
 
 template <int R, int C> struct DenseTile<float, R, C> {
-  static void run(const float* const* x, const float* w, int64_t stride, int64_t begin, int64_t end,
+  static void run(const float* const* x, const float* w, int64_t stride, int64_t begin, int64_t end, int64_t ahead,
                   f32x16 (&sum)[R][C]) {
     for (int64_t k = begin; k < end; ++k) {
+      if (ahead)
+        for (int c = 0; c < C; ++c) fetch(w + c * stride + k * kLanes + ahead);
       f32x16 factor[C];
       for (int c = 0; c < C; ++c) factor[c] = Lanes<float>::load(w + c * stride + k * kLanes);
       for (int r = 0; r < R; ++r)
@@ -87,12 +93,19 @@ template <int R, int C> struct DenseTile<float, R, C> {
 #if LORAPLEX_DOT_BF16
 template <int R, int C> struct DenseTile<BF16, R, C> {
   // begin and end are even, or end is d_in.
-  static void run(const BF16* const* x, const BF16* w, int64_t stride, int64_t begin, int64_t end,
+  static void run(const BF16* const* x, const BF16* w, int64_t stride, int64_t begin, int64_t end, int64_t ahead,
                   f32x16 (&sum)[R][C]) {
     __m512 acc[R][C];
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < C; ++c) acc[r][c] = (__m512)sum[r][c];
-    for (int64_t k = begin; k + 2 <= end; k += 2) step(x, w, stride, k, acc, false);
+    if (ahead) {
+      for (int64_t k = begin; k + 2 <= end; k += 2) {
+        for (int c = 0; c < C; ++c) fetch(w + c * stride + k * kLanes + ahead);
+        step(x, w, stride, k, acc, false);
+      }
+    } else {
+      for (int64_t k = begin; k + 2 <= end; k += 2) step(x, w, stride, k, acc, false);
+    }
     if (end & 1) step(x, w, stride, end - 1, acc, true);
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < C; ++c) sum[r][c] = (f32x16)acc[r][c];
@@ -120,6 +133,7 @@ template <class T> struct DenseColumns {
   int64_t x_stride;
   int64_t from = 0, to = std::numeric_limits<int64_t>::max();
   const int32_t* y_rows = nullptr;  // row of y for each row of x; null: the same
+  int64_t ahead = 0;  // elements from a weight to the one that is asked for beside it; 0: none
 
   void run(int64_t rows, int64_t panel, int64_t count, std::vector<float>& scratch) const {
     switch (count) {
@@ -168,7 +182,8 @@ template <class T> struct DenseColumns {
     if (carry)
       for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) sum[r][c] = Lanes<float>::load(carry + (r * C + c) * kLanes);
-    DenseTile<T, R, C>::run(input, dense.w + panel * dense.stride(), dense.stride(), begin, end, sum);
+    DenseTile<T, R, C>::run(input, dense.w + panel * dense.stride(), dense.stride(), begin, end,
+                            row == 0 ? ahead : 0, sum);
     if (carry && end < dense.d_in) {
       for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) Lanes<float>::store(carry + (r * C + c) * kLanes, sum[r][c]);
@@ -185,6 +200,11 @@ template <class T> struct DenseColumns {
     }
   }
 };
+
+// Elements from an item's panels to those of the item after the next of the same thread.
+template <class T> int64_t elements_ahead(const Dense<T>& dense, int64_t step, int threads) {
+  return std::max<int64_t>(2, threads) * step * dense.stride();
+}
 
 // Panels of one work item: as many as a register tile holds while every thread still gets several items.
 inline int64_t panels_per_item(int64_t panels, int threads) {

@@ -76,8 +76,9 @@ template <class T> struct Layers {
   // y = x W^T + b for all rows, then the adapters of module group `call`.
   void project(const Projection& p, int64_t d_in, int64_t columns, const T* x, T* y, int64_t call, int64_t layer) {
     const Dense<T> dense{at(p.w), at(p.bias), d_in, columns};
-    const DenseColumns<T> work{dense, y, columns, x, d_in};
     const int64_t panels = dense.panels(), step = panels_per_item(panels, team.threads());
+    DenseColumns<T> work{dense, y, columns, x, d_in};
+    work.ahead = elements_ahead(dense, step, team.threads());
     const int64_t tiles = (panels + step - 1) / step;
     int64_t shrinks = 0;
     if (b.adapters) {

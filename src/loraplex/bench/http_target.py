@@ -1,0 +1,166 @@
+"""The servers that `bench http` compares, each a process: `python -m loraplex.bench.http_target bare|whole PORT TOKENS`.
+
+`bare` is a granian application that sends made chunks and does nothing else. `whole` is the shipping server, text and
+all, over an engine process without a model. LORAPLEX_BENCH_STEPS is how many steps a second that engine makes, each a
+token for every request; without it, as many as it can.
+
+Never measures anything itself. Specification: DESIGN 6 (what a server was chosen for).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from loraplex.config import EngineConfig, ServeConfig
+from loraplex.core.messages import (
+    Abort,
+    Ended,
+    Finish,
+    FromEngine,
+    Inspect,
+    RegisterAdapter,
+    RemoveAdapter,
+    Reply,
+    Submit,
+    Tokens,
+)
+from loraplex.core.ports import Clock, EventSink, Mailbox
+from loraplex.server.announce import Announcer
+from loraplex.server.app import create_app
+from loraplex.server.listen import Listener, Receive, Send
+from loraplex.server.run import serve
+
+CHUNK: Final = (
+    b'data: {"id":"cmpl-0123456789abcdef0123456789abcdef","created":1764500000,"model":"tiny","choices":[{"index":0,'
+    b'"text":"abc","logprobs":null,"finish_reason":null}],"system_fingerprint":"base:abababababababab",'
+    b'"object":"text_completion"}\n\n'
+)
+"""As long as a chunk of the whole server."""
+VOCAB: Final = 997
+STEPS: Final = "LORAPLEX_BENCH_STEPS"
+_CONFIG: Final = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": 16,
+    "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 1 << 20, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@dataclass
+class Fountain:
+    """An engine without a model: each step gives every request one token."""
+
+    mailbox: Mailbox
+    pause_s: float = 0.0
+    left: dict[str, int] = field(default_factory=dict)
+    _never: threading.Event = field(default_factory=threading.Event)
+
+    def step(self, wait: bool = False) -> bool:
+        """Read, then one token for each request."""
+        if self.pause_s:
+            self._never.wait(self.pause_s)
+        out: list[FromEngine] = []
+        for message in self.mailbox.receive(wait and not self.left):
+            self._handle(message, out)
+        for request_id, left in list(self.left.items()):
+            out.append(Tokens(request_id, (70 + left % 20,)))
+            if left > 1:
+                self.left[request_id] = left - 1
+            else:
+                del self.left[request_id]
+                out.append(Ended(request_id, "length"))
+        if out:
+            self.mailbox.send(out)
+        return bool(out)
+
+    def _handle(self, message: Any, out: list[FromEngine]) -> None:
+        match message:
+            case Submit():
+                self.left[message.request_id] = message.sampling.max_tokens
+            case Abort() | Finish():
+                self.left.pop(message.request_id, None)
+            case RegisterAdapter() | RemoveAdapter() | Inspect():
+                out.append(Reply(message.call_id, body={}))
+            case _:
+                raise TypeError(f"{type(message).__name__} is not for an engine")
+
+
+@dataclass
+class Built:
+    """What the engine's process drives."""
+
+    engine: Fountain
+    info: dict[str, Any]
+    close: Callable[[], None] = lambda: None
+
+
+def build_fountain(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
+    """A `Fountain`."""
+    info = {
+        "base_abi": "ab" * 32, "dtype": "float32", "vocab_size": VOCAB, "eos_token_ids": [2], "page_tokens": 16,
+        "max_model_len": 1 << 20, "notes": [],
+    }  # fmt: skip
+    steps = float(os.environ.get(STEPS, "0"))
+    return Built(Fountain(mailbox, 1 / steps if steps else 0.0), info)
+
+
+def model_folder(folder: Path) -> Path:
+    """A model without weights: a configuration and a byte-level tokenizer."""
+    tokens = ["<s>", "<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    return folder
+
+
+async def bare(port: int, tokens: int) -> None:
+    """Serve made chunks until ended."""
+
+    async def app(scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        await receive()
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for _ in range(tokens):
+            await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    await Listener(app, "127.0.0.1", port).start()
+    sys.stdout.write("ready on\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+
+def main() -> int:
+    """Serve until told to stop."""
+    kind, port, tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    if kind == "bare":
+        asyncio.run(bare(port, tokens))
+        return 0
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        config = ServeConfig(model=str(model_folder(folder)), port=port, log_level="error")
+        builder = (
+            f"{build_fountain.__module__.replace('__main__', 'loraplex.bench.http_target')}:build_fountain"
+        )
+        return asyncio.run(
+            serve(config, folder, "tiny", folder / "images", create_app, Announcer(config), builder)
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

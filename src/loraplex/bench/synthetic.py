@@ -1,0 +1,37 @@
+"""Random PEFT adapters for measurements: a rank on all linears of a base, small enough to leave its text readable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from loraplex.core.ids import LAYER_MODULES
+from loraplex.model.spec import DecoderSpec, module_name
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def write_adapter(folder: Path, spec: DecoderSpec, rank: int, seed: int) -> Path:
+    """A LoRA of `rank` on every linear of every layer, bfloat16, as PEFT would write it; returns the folder."""
+    folder.mkdir(parents=True)
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank, "target_modules": TARGETS,
+        "bias": "none", "lora_dropout": 0.0, "base_model_name_or_path": None, "inference_mode": True,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    generator = torch.Generator().manual_seed(seed)
+    dims = spec.module_dims().dims
+    tensors = {}
+    for layer in range(spec.layers):
+        for module in LAYER_MODULES:
+            d_in, d_out = dims[module]
+            stem = f"base_model.model.{module_name(layer, module)}"
+            a = torch.randn((rank, d_in), generator=generator) * d_in**-0.5
+            b = torch.randn((d_out, rank), generator=generator) * 0.01
+            tensors[f"{stem}.lora_A.weight"] = a.bfloat16()
+            tensors[f"{stem}.lora_B.weight"] = b.bfloat16()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder

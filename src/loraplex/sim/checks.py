@@ -1,0 +1,230 @@
+"""Checkers that watch one engine from outside: its plans, its events and the ledger of its pages.
+
+They keep books of their own, from plans, results, events and what clients asked, and compare. Nothing here is used by
+the code under test, and no check of that code is relied on: the simulator's own tests switch those off and break the
+engine in each way in turn.
+
+Specification: 0x04C, 0x04F, 0x05A, 0x05E, 0x07H, 0x09A; DESIGN 8 (checkers outside the code under test).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from loraplex.core.events import (
+    AdapterTransition,
+    Event,
+    FirstToken,
+    PlanDiscarded,
+    RequestAdmitted,
+    RequestFinished,
+    RequestQueued,
+)
+from loraplex.core.plan import COPY_DIGEST_WORDS, BatchPlan, StepResult
+from loraplex.engine.state import EngineState
+from loraplex.sim.clients import Clients
+from loraplex.sim.device import BUILT_ON_FAILURE, INJECTED
+from loraplex.sim.faults import Setup
+from loraplex.sim.ledger import page_ledger
+from loraplex.sim.tokens import adapter_number
+from loraplex.sim.wrong import Wrong
+
+EDGES: Final = {
+    "absent": {"host_ready"},
+    "host_ready": {"reserved", "absent"},
+    "reserved": {"loading", "host_ready"},
+    "loading": {"validated", "host_ready"},
+    "validated": {"published", "host_ready"},
+    "published": {"active", "idle", "retiring"},
+    "active": {"idle", "retiring"},
+    "idle": {"active", "retiring"},
+    "retiring": {"host_ready", "absent"},
+}
+"""0x04C's edges with DESIGN 4's additions, written down a second time on purpose."""
+
+
+class Checkers:
+    """Books about one engine and its device. A restart of the replica starts new ones."""
+
+    def __init__(self, setup: Setup, clients: Clients, state: EngineState) -> None:
+        self._setup, self._clients, self._state = setup, clients, state
+        self._generation = 0
+        self._image_of: dict[tuple[int, int], int] = {}
+        self._pages_of: dict[tuple[int, int], frozenset[int]] = {}
+        self._whole: set[tuple[int, int]] = set()
+        self._published: dict[int, int] = {}
+        self._table: dict[int, dict[int, int]] = {}
+        self._named: dict[int, frozenset[int]] = {}
+        self._adapter_state: dict[str, str] = {}
+        self._arrivals: dict[str, int] = {}
+        self._admitted: set[str] = set()
+
+    # ------------------------------------------------------------ plans
+
+    def on_plan(self, plan: BatchPlan) -> None:
+        """A plan is about to be launched."""
+        if plan.generation != self._generation + 1:
+            raise Wrong("launch_order", f"plan {plan.generation} followed plan {self._generation}")
+        self._generation = plan.generation
+        self._note_deltas(plan)
+        named: set[int] = set()
+        for slot, _, adapter, generation, start, rows, _, _ in plan.requests.tolist():
+            self._check_binding(slot, adapter, generation)
+            table = self._table.get(slot, {})
+            last = (start + rows - 1) // self._setup.limits.kv.page_tokens
+            pages = [table.get(index, 0) for index in range(last + 1)]
+            if 0 in pages:
+                raise Wrong("one_owner", f"request slot {slot} has rows without a page")
+            if not named.isdisjoint(pages):
+                raise Wrong("one_owner", f"request slot {slot} shares a page with another request")
+            named.update(pages)
+            if adapter:
+                held = self._pages_of[adapter, generation]
+                if not held.isdisjoint(pages):
+                    raise Wrong("one_owner", f"request slot {slot} has KV in its own adapter's pages")
+        for adapter, generation in {(a, g) for a, g in plan.requests[:, 2:4].tolist() if a}:
+            if not named.isdisjoint(self._pages_of[adapter, generation]):
+                raise Wrong("one_owner", f"KV lies in pages of adapter slot {adapter}")
+        for adapter, generation in {(a, g) for a, g in plan.requests[:, 2:4].tolist() if a}:
+            named |= self._pages_of[adapter, generation]
+        self._check_copies(plan, named)
+        self._named[plan.generation] = frozenset(named)
+
+    def _note_deltas(self, plan: BatchPlan) -> None:
+        for slot in plan.opens[:, 0].tolist():
+            self._table[slot] = {}
+        for slot, index, page in plan.page_deltas.tolist():
+            self._table.setdefault(slot, {})[index] = page
+        for slot, generation in plan.publishes.tolist():
+            if (slot, generation) not in self._whole:
+                raise Wrong("publication", f"slot {slot}@{generation} is published before its copy is whole")
+            self._published[slot] = generation
+        for slot, generation in plan.retires.tolist():
+            if self._published.get(slot) == generation:
+                del self._published[slot]
+
+    def _check_binding(self, slot: int, adapter: int, generation: int) -> None:
+        record = self._state.by_slot.get(slot)
+        ask = self._clients.live.get(record.request_id) if record is not None else None
+        if ask is None:
+            raise Wrong("ends_once", f"request slot {slot} has rows but no open request")
+        if not adapter:
+            if ask.image is not None:
+                raise Wrong("revision_lease", f"{ask.request_id} leased an adapter and runs the base")
+            return
+        if self._published.get(adapter) != generation:
+            raise Wrong(
+                "stale_generation", f"{ask.request_id} runs slot {adapter}@{generation}, not published"
+            )
+        number = self._image_of[adapter, generation]
+        if ask.image is None or ask.image.number != number:
+            raise Wrong("revision_lease", f"{ask.request_id} runs another revision than it leased")
+
+    def _check_copies(self, plan: BatchPlan, named: set[int]) -> None:
+        """Bytes may land at once: nothing that may still run names those pages, and nobody else owns them."""
+        offset = 0
+        for row in plan.copies:
+            slot, generation, count = row[COPY_DIGEST_WORDS:].tolist()
+            pages = frozenset(plan.copy_pages[offset : offset + count].tolist())
+            offset += count
+            self._image_of[slot, generation] = adapter_number(row[:COPY_DIGEST_WORDS])
+            self._pages_of[slot, generation] = pages
+            self._whole.discard((slot, generation))
+            if not pages.isdisjoint(named):
+                raise Wrong("one_owner", f"a copy into slot {slot} lands in pages that this plan names")
+            for other, at in self._published.items():
+                if not pages.isdisjoint(self._pages_of[other, at]):
+                    raise Wrong("one_owner", f"a copy into slot {slot} lands in published slot {other}")
+            if not self._setup.limits.copies_on_compute_stream:
+                for number, pages_named in self._named.items():
+                    if not pages.isdisjoint(pages_named):
+                        raise Wrong("late_write", f"a copy lands in pages that plan {number} still names")
+
+    def on_result(self, result: StepResult) -> None:
+        """A result was collected."""
+        self._named.pop(result.generation, None)
+        for slot, generation, whole in result.copied.tolist():
+            if whole:
+                self._whole.add((slot, generation))
+
+    # ------------------------------------------------------------ events
+
+    def on_event(self, event: Event) -> None:
+        """An event left the engine."""
+        match event:
+            case RequestQueued():
+                self._arrivals[event.request_id] = len(self._arrivals)
+            case RequestAdmitted():
+                self._check_clock(event.request_id, event.at_ns - event.wait_ns)
+                self._count_overtaking(event.request_id)
+            case FirstToken():
+                self._check_clock(event.request_id, event.at_ns - event.since_arrival_ns)
+            case RequestFinished():
+                self._check_clock(event.request_id, event.at_ns - event.since_arrival_ns)
+            case AdapterTransition():
+                before = self._adapter_state.get(event.adapter, "absent")
+                if event.before != before or event.after not in EDGES[before]:
+                    raise Wrong(
+                        "residency", f"an adapter went {event.before} -> {event.after}, it was {before}"
+                    )
+                self._adapter_state[event.adapter] = event.after
+                if event.after == "retiring" and self._clients.names.pinned(event.adapter):
+                    raise Wrong("pins", f"pinned adapter {event.adapter[:12]} is taken off the device")
+            case PlanDiscarded():
+                if event.message not in (INJECTED, BUILT_ON_FAILURE):
+                    raise Wrong("discards", f"plan {event.step} was refused {event.code}: {event.message}")
+            case _:
+                pass
+
+    def _check_clock(self, request_id: str, arrival_ns: int) -> None:
+        """Every figure of a request counts from the one arrival that its client sent."""
+        ask = self._clients.live.get(request_id) or self._clients.recent.get(request_id)
+        if ask is None:
+            raise Wrong("ends_once", f"an event names {request_id}, which nobody sent")
+        if ask.arrival_ns != arrival_ns:
+            raise Wrong(
+                "arrival", f"{request_id} arrived at {ask.arrival_ns}, an event counts from {arrival_ns}"
+            )
+
+    def _count_overtaking(self, request_id: str) -> None:
+        ask = self._clients.live.get(request_id)
+        if ask is None or request_id in self._admitted:
+            return
+        self._admitted.add(request_id)
+        for other in self._clients.live.values():
+            if other.order < ask.order and other.request_id not in self._admitted:
+                other.overtaken += 1
+                if other.overtaken > self._setup.max_overtaken:
+                    raise Wrong("starvation", f"{other.request_id} was overtaken {other.overtaken} times")
+
+    # ------------------------------------------------------------ after each step
+
+    def after_step(self) -> None:
+        """Every page is in exactly one place, and the pool's own states say so too."""
+        owners = page_ledger(self._state)
+        count = owners.size
+        if np.bincount(owners, minlength=self._setup.limits.num_pages)[1:].max(initial=0) > 1:
+            raise Wrong("one_owner", f"a page has two owners: {sorted(owners.tolist())}")
+        if count != self._setup.limits.num_pages - 1 or (count and int(owners.min()) < 1):
+            raise Wrong(
+                "conservation",
+                f"{count} pages are accounted for, the pool has {self._setup.limits.num_pages - 1}",
+            )
+
+    def at_end(self) -> None:
+        """Everything finished: nothing is left behind."""
+        state, clients = self._state, self._clients
+        if clients.live or state.records or state.by_slot:
+            raise Wrong("liveness", f"requests are left: {sorted(clients.live)}, {sorted(state.records)}")
+        if clients.names.open_calls:
+            raise Wrong("liveness", f"calls are left without an answer: {clients.names.open_calls}")
+        resident = sum(int(entry.pages.size) for entry in state.adapters.values())
+        if state.pool.free + resident != state.pool.usable:
+            raise Wrong(
+                "conservation", f"{state.pool.free} free and {resident} adapter pages of {state.pool.usable}"
+            )
+        for entry in state.adapters.values():
+            if entry.refcount or entry.revision_leases or entry.queued_reservations or entry.inflight_events:
+                raise Wrong("leases", f"adapter {entry.key[:12]} is still held: {entry}")

@@ -1,0 +1,24 @@
+"""Where each page is, added up from its owners: requests, adapters, open transactions and the free list.
+
+The pool's own states are not consulted: a page that two owners name, or that nobody names, shows.
+Specification: 0x05A.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from loraplex.core.packed import I32
+from loraplex.engine.state import EngineState
+
+
+def page_ledger(state: EngineState) -> I32:
+    """Every page named by any owner, with repeats; all pages but the null page, once each, when all is well."""
+    table = state.table
+    parts: list[I32] = [np.fromiter(state.pool.free_pages(), dtype=np.int32)]
+    parts += [table.page_table[slot, : table.pages[slot]] for slot in state.by_slot]
+    parts += [entry.pages for entry in state.adapters.values()]
+    parts += [entry.pages for entry, _ in state.departing]
+    for job in state.loads.values():
+        parts += [job.transaction.adapter_pages, job.transaction.kv_pages, job.transaction.spare]
+    return np.concatenate(parts)

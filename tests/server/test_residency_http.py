@@ -1,0 +1,61 @@
+"""Pins, prefetch, revocation, limits and draining swaps over HTTP: what the engine is asked, and what callers hear."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.server.rig import Front, error_of, run
+
+from loraplex.core.messages import LoadAdapter, PinAdapter, PrefetchAdapter, RevokeAdapter, SetLimits
+
+
+async def registered(front: Front, *aliases: str) -> None:
+    for alias in aliases:
+        answer = await front.http.put(f"/v1/adapters/{alias}", json={"source": front.source(alias)})
+        assert answer.status_code == 201, answer.text
+
+
+def test_actions(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        await registered(front, "a", "b")
+        for action, kind in (("pin", PinAdapter), ("unpin", PinAdapter), ("prefetch", PrefetchAdapter)):
+            answer = await front.http.post(f"/v1/adapters/a/{action}")
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["alias"] == "a"
+            assert len(front.engine.of(kind)) >= 1
+        assert [m.pinned for m in front.engine.of(PinAdapter)] == [True, False]
+        revoked = await front.http.post("/v1/adapters/a/revoke")
+        assert revoked.json() == {"alias": "a", "revoked": ["a@1"]}
+        assert len(front.engine.of(RevokeAdapter)) == 1
+        assert error_of(await front.http.get("/v1/adapters/a"))[:2] == (404, "adapter_not_found")
+        again = await front.http.put("/v1/adapters/a", json={"source": front.source("a")})
+        assert error_of(again)[:2] == (410, "adapter_revoked")
+        assert error_of(await front.complete(model="a"))[:2] == (404, "model_not_found")
+
+    run(tmp_path, test)
+
+
+def test_a_swap_asks_for_a_shadow_copy_unless_it_drains(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        await registered(front, "a")
+        for name, drain in (("two", False), ("three", True)):
+            body = {"source": front.source(name), "drain": drain}
+            assert (await front.http.put("/v1/adapters/a", json=body)).status_code == 200
+            assert len(front.engine.of(LoadAdapter)) == 1
+
+    run(tmp_path, test)
+
+
+def test_limits_are_shown_and_changed(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        shown = (await front.http.get("/v1/limits")).json()
+        assert set(shown) == {
+            "pool_share", "adapter_pages", "pool_pages", "resident_adapters", "host_bytes", "over",
+        }  # fmt: skip
+        changed = await front.http.put("/v1/limits", json={"pool_share": 0.5, "host_gb": 1})
+        assert changed.status_code == 200, changed.text
+        assert front.engine.of(SetLimits) == [SetLimits(0, 4, None, 1 << 30)]
+        for body in ({"pool_share": 2}, {"resident_adapters": -1}, {"host_gb": -1}, {"pages": 3}):
+            assert error_of(await front.http.put("/v1/limits", json=body))[0] == 400
+
+    run(tmp_path, test)

@@ -1,0 +1,390 @@
+"""Ways to break the engine, one invariant each, from outside: what `test_mutants` applies.
+
+`blind` switches the code's own checks off, so that only the simulator's checkers can notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loraplex.engine import admission, commit, failures, growth, integrity, launch, loads, pressure
+from loraplex.engine.state import EngineState
+from loraplex.memory import eviction
+from loraplex.memory.host import HostTier
+from loraplex.memory.leases import RevisionLease, SlotLease
+from loraplex.memory.pages import PagePool
+from loraplex.memory.residency import AdapterEntry, SlotDirectory
+from loraplex.memory.transaction import Transaction
+from loraplex.schedule.queue import WaitingQueue
+from loraplex.schedule.running import RunningTable
+
+Patch = pytest.MonkeyPatch
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def blind(patch: Patch) -> None:
+    """No check of the code under test speaks any more."""
+    patch.setattr(PagePool, "_expect", nothing)
+    patch.setattr(PagePool, "check", nothing)
+    patch.setattr(PagePool, "require_fence", nothing)
+    patch.setattr(HostTier, "check", nothing)
+    patch.setattr(integrity, "check", nothing)
+    patch.setattr(launch, "validate_launch", nothing)
+    patch.setattr(launch, "check_plan", nothing)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One broken invariant. expected: checkers of which one must see it. kinds: fault kinds that bring it to light."""
+
+    name: str
+    apply: Callable[[Patch], None]
+    expected: frozenset[str]
+    kinds: frozenset[str] = frozenset()
+    copy_stream: bool = False
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(*expected: str, kinds: tuple[str, ...] = (), copy_stream: bool = False) -> Callable[[Any], Any]:
+    def note(apply: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        MUTANTS.append(
+            Mutant(apply.__name__, apply, frozenset(expected), frozenset(kinds), copy_stream=copy_stream)
+        )
+        return apply
+
+    return note
+
+
+# ---------------------------------------------------------------- pages
+
+
+@mutant("conservation")
+def freed_pages_are_lost(patch: Patch) -> None:
+    real = PagePool._to_free
+
+    def to_free(pool: PagePool, pages: Any, last_launch: int) -> None:
+        real(pool, pages, last_launch)
+        if pages.size:
+            pool._free.pop()
+
+    patch.setattr(PagePool, "_to_free", to_free)
+
+
+@mutant("one_owner", "conservation")
+def a_page_is_freed_twice(patch: Patch) -> None:
+    real = PagePool._to_free
+
+    def to_free(pool: PagePool, pages: Any, last_launch: int) -> None:
+        real(pool, pages, last_launch)
+        pool._free.extend(pages[:1].tolist())
+
+    patch.setattr(PagePool, "_to_free", to_free)
+
+
+@mutant("one_owner", "conservation")
+def a_reserved_page_stays_free(patch: Patch) -> None:
+    real = PagePool.reserve
+
+    def reserve(pool: PagePool, count: int, txn: int) -> Any:
+        pages = real(pool, count, txn)
+        pool._free.extendleft(pages[:1].tolist())
+        return pages
+
+    patch.setattr(PagePool, "reserve", reserve)
+
+
+@mutant("late_write", "equal_output", "one_owner", "ends_once", "discards", "crash", copy_stream=True)
+def pages_are_reused_while_a_launch_names_them(patch: Patch) -> None:
+    """Both defences go: that a request keeps its pages while it is in flight, and that a copy waits for the fence."""
+
+    def settle(state: EngineState, record: Any) -> None:
+        if record.slot >= 0:
+            state.table.inflight[record.slot] = 0
+            state.release_slot(record)
+        if record.revision is not None and record.revision.open:
+            record.revision.release()
+
+    patch.setattr(EngineState, "settle", settle)
+    patch.setattr(eviction, "reusable", lambda *_, **__: True)
+
+
+@mutant("conservation", kinds=("torn_copy", "failed_copy", "digest_mismatch"))
+def a_rollback_keeps_its_pages(patch: Patch) -> None:
+    real = Transaction.rollback
+
+    def rollback(transaction: Transaction, last_launch: int) -> Any:
+        cancel, PagePool.cancel = PagePool.cancel, nothing  # type: ignore[method-assign,assignment]
+        try:
+            return real(transaction, last_launch)
+        finally:
+            PagePool.cancel = cancel  # type: ignore[method-assign]
+
+    patch.setattr(Transaction, "rollback", rollback)
+
+
+# ---------------------------------------------------------------- eviction and leases
+
+
+def _eligible_without(name: str) -> Callable[[Patch], None]:
+    def apply(patch: Patch) -> None:
+        real = eviction.eligible
+
+        def eligible(entry: AdapterEntry, completed: int) -> bool:
+            value = getattr(entry, name)
+            setattr(entry, name, 0)
+            try:
+                return real(entry, completed)
+            finally:
+                setattr(entry, name, value)
+
+        patch.setattr(eviction, "eligible", eligible)
+        patch.setattr(eviction, "EVICTABLE", frozenset({*eviction.EVICTABLE, "active"}))
+
+    return apply
+
+
+mutant("stale_generation", "residency", "discards", "crash", "equal_output")(_eligible_without("refcount"))
+MUTANTS[-1] = Mutant("eviction_ignores_leases", MUTANTS[-1].apply, MUTANTS[-1].expected)
+mutant("pins")(_eligible_without("pin_count"))
+MUTANTS[-1] = Mutant("eviction_ignores_pins", MUTANTS[-1].apply, MUTANTS[-1].expected)
+
+
+@mutant("stale_generation", "discards", "residency", "crash")
+def a_slot_lease_does_not_count(patch: Patch) -> None:
+    real = SlotLease.take
+
+    def take(revision: RevisionLease, tick: int) -> SlotLease:
+        lease = real(revision, tick)
+        lease.entry.refcount -= 1
+        return lease
+
+    def release(lease: SlotLease, tick: int) -> None:
+        lease.open = False
+
+    patch.setattr(SlotLease, "take", staticmethod(take))
+    patch.setattr(SlotLease, "release", release)
+    patch.setattr(eviction, "EVICTABLE", frozenset({*eviction.EVICTABLE, "active"}))
+
+
+@mutant("liveness", "leases")
+def a_slot_lease_is_never_given_up(patch: Patch) -> None:
+    def release(lease: SlotLease, tick: int) -> None:
+        lease.open = False
+
+    patch.setattr(SlotLease, "release", release)
+
+
+@mutant("liveness", "leases")
+def a_revision_lease_is_never_given_up(patch: Patch) -> None:
+    def release(lease: RevisionLease) -> None:
+        lease.open = False
+
+    patch.setattr(RevisionLease, "release", release)
+
+
+@mutant("liveness", "stale_generation", "residency", "crash", "typed_end", "engine")
+def a_revision_lease_does_not_count(patch: Patch) -> None:
+    def take(entry: AdapterEntry) -> RevisionLease:
+        return RevisionLease(entry)
+
+    def release(lease: RevisionLease) -> None:
+        lease.open = False
+
+    patch.setattr(RevisionLease, "take", staticmethod(take))
+    patch.setattr(RevisionLease, "release", release)
+
+
+@mutant("revision_lease")
+def a_request_binds_what_its_name_means_now(patch: Patch) -> None:
+    real = EngineState.take_slot_lease
+
+    def take(state: EngineState, record: Any) -> SlotLease:
+        entry = record.revision.entry
+        others = [e for e in state.occupied.values() if e.resident and e is not entry]
+        if others:
+            record.revision.entry = max(others, key=lambda e: e.key)
+        try:
+            return real(state, record)
+        finally:
+            record.revision.entry = entry
+
+    patch.setattr(EngineState, "take_slot_lease", take)
+
+
+@mutant("liveness", "revision_lease", "stale_generation", "publication", "discards")
+def a_reused_slot_keeps_its_generation(patch: Patch) -> None:
+    def take(directory: SlotDirectory) -> tuple[int, int]:
+        slot = directory._free.pop()
+        directory._generation[slot] = 1
+        return slot, 1
+
+    def give_back(directory: SlotDirectory, slot: int, generation: int) -> None:
+        directory._free.append(slot)
+
+    patch.setattr(SlotDirectory, "take", take)
+    patch.setattr(SlotDirectory, "give_back", give_back)
+
+
+# ---------------------------------------------------------------- loads
+
+
+@mutant("publication", kinds=("torn_copy", "failed_copy", "digest_mismatch"))
+def a_damaged_copy_is_published(patch: Patch) -> None:
+    real = loads.finish
+    patch.setattr(loads, "finish", lambda state, slot, generation, _: real(state, slot, generation, True))
+
+
+@mutant("publication")
+def a_slot_is_published_when_its_copy_starts(patch: Patch) -> None:
+    from loraplex.engine.deltas import PendingDeltas
+
+    real = PendingDeltas.copy
+
+    def copy(deltas: PendingDeltas, digest: str, slot: int, generation: int, pages: Any) -> None:
+        real(deltas, digest, slot, generation, pages)
+        deltas.publish(slot, generation)
+
+    patch.setattr(PendingDeltas, "copy", copy)
+
+
+@mutant("liveness")
+def those_who_wait_for_a_load_are_forgotten(patch: Patch) -> None:
+    patch.setattr(WaitingQueue, "unpark", nothing)
+
+
+@mutant("residency")
+def a_state_changes_without_its_event(patch: Patch) -> None:
+    real, calls = EngineState.note_move, [0]
+
+    def note_move(state: EngineState, entry: AdapterEntry, before: Any) -> None:
+        calls[0] += 1
+        if calls[0] % 5:
+            real(state, entry, before)
+
+    patch.setattr(EngineState, "note_move", note_move)
+
+
+@mutant("crash", "typed_end", "engine", kinds=("duplicate_completion",))
+def a_copy_reported_twice_is_believed_twice(patch: Patch) -> None:
+    real = loads.finish
+
+    def finish(state: EngineState, slot: int, generation: int, intact: bool) -> Any:
+        if (slot, generation) not in state.loads and (slot in state.occupied):
+            state.pool.release(state.occupied[slot].pages, 3, slot, generation, 0)  # type: ignore[arg-type]
+            raise KeyError((slot, generation))
+        return real(state, slot, generation, intact)
+
+    patch.setattr(loads, "finish", finish)
+
+
+# ---------------------------------------------------------------- requests
+
+
+@mutant("arrival")
+def a_preemption_resets_the_arrival(patch: Patch) -> None:
+    real = admission.bind
+
+    def bind(state: EngineState, record: Any) -> None:
+        real(state, record)
+        record.arrival_ns += 1
+
+    patch.setattr(admission, "bind", bind)
+
+
+@mutant("equal_output")
+def a_preempted_request_forgets_its_last_token(patch: Patch) -> None:
+    real = RunningTable.known_tokens
+    patch.setattr(
+        RunningTable,
+        "known_tokens",
+        lambda table, slot: real(table, slot)[: max(int(table.prompt[slot]), int(table.known[slot]) - 1)],
+    )
+
+
+@mutant("equal_output")
+def samples_return_in_another_order(patch: Patch) -> None:
+    real = commit._commit_tokens
+
+    def commit_tokens(state: Any, flight: Any, result: Any, faulty: Any, scored: Any) -> None:
+        fields = {name: getattr(result, name) for name in type(result).__dataclass_fields__}
+        real(state, flight, type(result)(**{**fields, "tokens": result.tokens[::-1].copy()}), faulty, scored)
+
+    patch.setattr(commit, "_commit_tokens", commit_tokens)
+
+
+@mutant("ends_once")
+def a_request_ends_twice(patch: Patch) -> None:
+    real = EngineState.end
+
+    def end(state: EngineState, record: Any, **how: Any) -> None:
+        before = len(state.outbox)
+        real(state, record, **how)
+        state.outbox.extend(state.outbox[before:])
+
+    patch.setattr(EngineState, "end", end)
+
+
+@mutant("liveness")
+def an_end_is_not_told(patch: Patch) -> None:
+    real = EngineState.end
+
+    def end(state: EngineState, record: Any, **how: Any) -> None:
+        before = len(state.outbox)
+        real(state, record, **how)
+        del state.outbox[before:]
+
+    patch.setattr(EngineState, "end", end)
+
+
+@mutant("liveness", "discards", "equal_output", "crash", "engine", kinds=("failed_step", "stale_plan"))
+def a_failed_plan_is_not_rolled_back(patch: Patch) -> None:
+    patch.setattr(RunningTable, "rollback_planned", nothing)
+
+
+@mutant("equal_output", "typed_end", "one_owner", "discards")
+def page_tables_are_not_told_of_new_pages(patch: Patch) -> None:
+    real = RunningTable.add_pages
+
+    def add_pages(table: RunningTable, slot: int, pages: Any) -> Any:
+        deltas = real(table, slot, pages)
+        return deltas[:-1] if len(deltas) > 1 else np.empty((0, 3), dtype=np.int32)
+
+    patch.setattr(RunningTable, "add_pages", add_pages)
+
+
+@mutant("liveness", "typed_end", kinds=("torn_copy", "failed_copy"))
+def failures_are_not_told_to_those_who_wait(patch: Patch) -> None:
+    patch.setattr(failures, "count_failure", nothing)
+    patch.setattr(loads, "count_failure", nothing)
+    patch.setattr(WaitingQueue, "unpark", nothing)
+
+
+@mutant("conservation", "crash", "liveness")
+def a_preempted_request_keeps_its_pages(patch: Patch) -> None:
+    patch.setattr(growth, "preempt", nothing)
+    real = EngineState.free_pages
+
+    def free_pages(state: EngineState, pages: Any, kind: Any, owner: int, generation: int) -> None:
+        real(state, pages[:-1] if len(pages) > 1 else pages, kind, owner, generation)
+
+    patch.setattr(EngineState, "free_pages", free_pages)
+
+
+@mutant("conservation", "crash")
+def an_evicted_adapter_keeps_its_pages(patch: Patch) -> None:
+    def reclaim(state: EngineState, entry: AdapterEntry) -> None:
+        entry.pages = entry.pages[:0]
+        pressure.unpublish(state, entry)
+        state.host.let_go(entry.kernel_digest)
+
+    patch.setattr(pressure, "reclaim", reclaim)
