@@ -46,12 +46,12 @@ def test_the_least_work_that_serves_is_chosen() -> None:
 
 
 def test_models_without_fused_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("loraplex.model.cuda.setup.installed", lambda package: True)
     assert missing_for_fused(spec_of("llama"), torch.bfloat16) is None
     assert missing_for_fused(spec_of("mistral-window"), torch.float16) is None
     assert "float32" in str(missing_for_fused(spec_of("llama"), torch.float32))
     assert "windows" in str(missing_for_fused(spec_of("qwen2-mixed-window"), torch.bfloat16))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("loraplex.model.cuda.setup.installed", lambda package: False)
     assert "not installed" in str(missing_for_fused(spec_of("llama"), torch.bfloat16))
 
 

@@ -60,9 +60,14 @@ Report = Callable[[str], None]
 """Called with a line of progress."""
 
 
+def installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    return importlib.util.find_spec(package) is not None
+
+
 def missing_for_fused(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
     """Why the fused kernels cannot serve a model; None when they can."""
-    if importlib.util.find_spec("flashinfer") is None:
+    if not installed("flashinfer"):
         return "FlashInfer is not installed"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"FlashInfer has no attention for {dtype}"
