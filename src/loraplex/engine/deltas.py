@@ -32,6 +32,7 @@ class PendingDeltas:
 
     def __init__(self) -> None:
         self._parts: dict[str, list[I32]] = {name: [] for name in _WIDTHS}
+        self._maybe_filled = empty()
 
     def __bool__(self) -> bool:
         return any(self._parts.values())
@@ -104,7 +105,8 @@ class PendingDeltas:
         An open applies while its slot runs the same incarnation, a page-table entry while the table still has it: a
         request may have been preempted or ended since. A copy applies while it is in `copying`: one that a failed plan
         had started may have ended before that plan gave its deltas back. A publication applies while the directory is
-        still at its generation: behind its retirement it would be another's.
+        still at its generation: behind its retirement it would be another's. A page is not scrubbed again where a copy
+        that was given back may have filled it: the copy is not made twice.
         """
         taken = {name: _join(name, parts) for name, parts in self._parts.items()}
         self._parts = {name: [] for name in _WIDTHS}
@@ -128,10 +130,13 @@ class PendingDeltas:
             open_still = np.array([(slot, generation) in copying for slot, generation in pairs])
             taken["copy_pages"] = taken["copy_pages"][np.repeat(open_still, copies[:, -1])]
             taken["copies"] = copies[open_still]
+        scrubs, filled, self._maybe_filled = taken["scrub_pages"], self._maybe_filled, empty()
+        taken["scrub_pages"] = scrubs[~np.isin(scrubs, filled)] if filled.size else scrubs
         return Deltas(**taken)
 
     def restore(self, deltas: Deltas) -> None:
         """Put back what `take` gave, before anything collected since."""
+        self._maybe_filled = np.concatenate((self._maybe_filled, deltas.copy_pages))
         for name, parts in self._parts.items():
             array = getattr(deltas, name)
             if len(array):
