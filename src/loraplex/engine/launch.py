@@ -24,11 +24,12 @@ from loraplex.schedule.select import Selection
 def make_flight(state: EngineState, selection: Selection) -> Flight | None:
     """Plan the selection and the pending deltas; None when there is neither.
 
-    While copies are under way a plan without either asks how they are.
+    While copies are under way a plan without either asks how they are, once nothing else is in flight: a backend may take
+    its time over such a plan, and a request may wait for the commit of the one before it.
     """
     started = state.clock.now_ns()
     selection, masks = constraints.masks_for(state, selection)
-    if not selection.slots.size and not state.deltas and not state.copying:
+    if not selection.slots.size and not state.deltas and (state.flights or not state.copying):
         return None
     deltas = state.deltas.take(state.table, state.loads, state.directory)
     plan = plan_selection(

@@ -125,13 +125,16 @@ class ModelRunner:
         oldest = self._launched.popleft()
         return (oldest if isinstance(oldest, StepResult) else oldest.finish(self._residents)).pack()
 
-    def close(self) -> None:
-        """Let go of the device's memory; nothing can be launched after this."""
+    def close(self, *, keep_cached: bool = False) -> None:
+        """Let go of the device's memory; nothing can be launched after this.
+
+        keep_cached: what the allocator holds stays with it, for a runner that comes next.
+        """
         self._residents.close()
         del self.executor, self.pool, self.table, self._residents, self.decoder, self.sampler
         self._launched.clear()
         gc.collect()  # graphs and wrappers refer to each other
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not keep_cached:
             torch.cuda.empty_cache()
 
     def _on_stream(self) -> AbstractContextManager[object]:

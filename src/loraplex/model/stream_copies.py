@@ -70,7 +70,7 @@ class StreamCopies:
                 self._wait(copy)
 
     def close(self) -> None:
-        """End the thread after the copy in hand: it must not hold the pool any longer."""
+        """End the thread after the copies that were asked for: it must not hold the pool any longer."""
         self._asked.put(None)
         self._thread.join()
         self._open.clear()
@@ -92,6 +92,7 @@ class StreamCopies:
                 except Exception:  # noqa: BLE001 - the thread's boundary: a copy without checksums is not intact
                     _log.exception("the copy into adapter slot %d failed", copy.slot)
                     copy.ready = None
+                    self._stream.synchronize()  # its pages go to others as soon as it is reported
                 finally:
                     copy.queued.set()
 

@@ -85,6 +85,10 @@ def module_factors(resident: ResidentAdapter) -> list[ModuleFactors]:
     return made
 
 
+MAX_SPLIT_ROWS: Final = 1 << 22
+"""Addresses of split rank rows at most: 32 MiB of device memory."""
+
+
 class FactorTable:
     """Device arrays over `slots` adapter slots; slot 0 stays empty.
 
@@ -94,7 +98,7 @@ class FactorTable:
 
     def __init__(
         self, slots: int, layers: int, d_in: Sequence[int], d_out: Sequence[int], itemsize: int,
-        device: torch.device, split_rows: int = 1 << 16,
+        device: torch.device, split_rows: int = MAX_SPLIT_ROWS,
     ) -> None:  # fmt: skip
         if len(d_in) != MODULES or len(d_out) != MODULES:
             raise InternalFault(
@@ -118,8 +122,10 @@ class FactorTable:
         self._held: dict[int, tuple[int, int]] = {}
 
     @classmethod
-    def mirror_of(cls, table: AdapterTable, split_rows: int = 1 << 16) -> FactorTable:
-        """An empty mirror of an adapter table; `sync` fills it."""
+    def mirror_of(cls, table: AdapterTable, split_rows: int | None = None) -> FactorTable:
+        """An empty mirror of an adapter table; `sync` fills it. split_rows: None for what the table's pool can hold."""
+        if split_rows is None:  # a factor of at most MAX_RANK rows is split only where it fills a page
+            split_rows = min(table.pool.shape[0] * MAX_RANK, MAX_SPLIT_ROWS)
         dims = table.modules.dims
         shapes = [dims.get(module, (1, 1)) for module in LAYER_MODULES]
         return cls(
@@ -184,7 +190,7 @@ class FactorTable:
         self.max_ranks[slot] = 0
         self.has_vectors[slot] = False
         if slot in self._held:
-            self._free.append(self._held.pop(slot))
+            self._give_back(*self._held.pop(slot))
 
     def _address(
         self, entry: ModuleFactors, extents: Sequence[tuple[int, int, int]], width: int, listed: list[int]
@@ -210,6 +216,16 @@ class FactorTable:
         for offset, _, rank_n in extents:
             listed.extend(offset // self.itemsize + row * width for row in range(rank_n))
         return -1 - first
+
+    def _give_back(self, first: int, rows: int) -> None:
+        """Room of a slot that was emptied, joined with what is free beside it."""
+        joined: list[tuple[int, int]] = []
+        for start, room in sorted([*self._free, (first, rows)]):
+            if joined and sum(joined[-1]) == start:
+                joined[-1] = (joined[-1][0], joined[-1][1] + room)
+            elif room:
+                joined.append((start, room))
+        self._free = joined
 
     def _take(self, slot: int, rows: int) -> int:
         for index, (first, room) in enumerate(self._free):

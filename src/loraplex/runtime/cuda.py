@@ -127,6 +127,7 @@ def _warm_up(
     warmth.largest_chunk()
     warmth.adapters(state_of(runner.table))
     warmth.sampling(sampled)
+    runner.close(keep_cached=True)
 
 
 def _left(base: BaseModel) -> int:
