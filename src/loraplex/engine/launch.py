@@ -64,6 +64,7 @@ def launch(state: EngineState, backend: Backend, flight: Flight) -> bool:
     state.table.note_samples(selection.slots, samplers, plan.generation)
     for slot in plan.group_adapters.tolist():
         state.entry_of_slot[slot].last_plan = plan.generation
+    state.pool.name(plan.scrub_pages, plan.generation)
     state.flights.append(flight)
     return True
 

@@ -138,6 +138,10 @@ class PagePool:
         """Newest launch that may still name any of `pages`; 0 when there is none."""
         return int(self._fence[pages].max()) if pages.size else 0
 
+    def name(self, pages: I32, launch: int) -> None:
+        """A launch that writes to `pages` beside their owner's rows, as scrubs do: no copy before it has completed."""
+        self._fence[pages] = np.maximum(self._fence[pages], launch)
+
     def require_fence(self, pages: I32, completed_launch: int) -> None:
         """Raise `page_fence` unless every launch that may name `pages` has completed: before a copy beside compute."""
         fence = self.fence_of(pages)
