@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.e2e.judge import CONFIGS, check_greedy, open_llm, prompt
 
 from loraplex import LLM, SamplingParams
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode
+from loraplex.core.messages import EngineCall, PinAdapter
 
 pytestmark = pytest.mark.e2e
 
@@ -69,6 +71,23 @@ def test_a_swap_without_room_drains_when_asked(root: Path) -> None:
         assert [entry["key"] for entry in llm.inspect()["adapters"]] == [llm.adapters()[0]["semantic_digest"]]
         llm.set_limits(pool_share=1.0)
         assert llm.swap_adapter("plain", root / "patterns", drain=True)["revision"] == 2
+        [output] = llm.generate([TOKENS], "plain", GREEDY)
+        check_greedy(output, "patterns", 6)
+
+
+def test_a_pin_that_cannot_follow_leaves_the_swap_made(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_llm(root, ["plain"]) as llm:
+        llm.pin_adapter("plain")
+        call = llm.call
+
+        async def refusing(message: EngineCall) -> dict[str, Any]:
+            if isinstance(message, PinAdapter) and message.pinned:
+                raise CapacityError(ErrorCode.POOL_EXHAUSTED, "no room")
+            return await call(message)
+
+        monkeypatch.setattr(llm, "call", refusing)
+        assert llm.swap_adapter("plain", root / "patterns", drain=True)["revision"] == 2
+        assert [entry["key"] for entry in llm.inspect()["adapters"]] == [llm.adapters()[0]["semantic_digest"]]
         [output] = llm.generate([TOKENS], "plain", GREEDY)
         check_greedy(output, "patterns", 6)
 

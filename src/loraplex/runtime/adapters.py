@@ -237,13 +237,17 @@ class AdapterService:
         try:
             async with beside:
                 _, new = await self.off_loop(lambda: store.publish(draft, mode, Expectation(expected)))
+                if new.generation <= self.generation + 1:
+                    for superseded in self._catalog.published(new):
+                        self._held.retire_later(superseded.key)
         except LoraplexError:  # no room beside the old one, or another server won the race
             await self._held.unregister(key)
             raise
-        if new.generation != self.generation + 1:
-            await self.refresh()
-        for superseded in self._catalog.published(new):
-            self._held.retire_later(superseded.key)
+        if new.generation > self.generation:  # others published in between
+            try:
+                await self.refresh()
+            except LoraplexError as error:  # published all the same: the next refresh sees it
+                _log.error("%s is published but not seen yet: %s", new.name, error)
         return new
 
     async def pin(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:

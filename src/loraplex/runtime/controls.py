@@ -11,8 +11,8 @@ Never decides who is evicted and never touches a catalog. Specification: 0x07G, 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Final, Protocol
 
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
@@ -103,7 +103,8 @@ class ResidencyControls:
     async def swapping(self, name: Name, old: str, new: str, *, drain: bool) -> AsyncIterator[None]:
         """Around the publication of `new` in place of `old`: shadow copy and pin before, the old pin's end after.
 
-        When the publication fails, nothing of the new one stays pinned. drain: ask for nothing beside the old revision.
+        When the publication fails, nothing of the new one stays pinned. Once it is made nothing undoes it: what the engine
+        refuses afterwards is logged. drain: ask for nothing beside the old revision.
         """
         if old == new:
             yield
@@ -121,13 +122,17 @@ class ResidencyControls:
                         await self._engine.call(PinAdapter(0, new, False))
                 raise
             if pinned:
-                self._pins[name] = new
-                await self._engine.call(PinAdapter(0, old, False))
+                held, self._pins[name] = self._pins.get(name), new
+                if held == old:  # else whoever saw the publication first took that pin away
+                    with _logged(name):
+                        await self._engine.call(PinAdapter(0, old, False))
             return
         yield
         if pinned:
-            await self.unpin(name)
-            await self.pin(name, new)
+            with _logged(name):
+                await self.unpin(name)
+            with _logged(name):
+                await self.pin(name, new)
 
     async def restore(self) -> None:
         """Give limits and pins to an engine that has started anew; a pin that it refuses is logged and lost."""
@@ -135,7 +140,14 @@ class ResidencyControls:
             await self._engine.call(self._limits)
         pins, self._pins = self._pins, {}
         for name, key in pins.items():
-            try:
+            with _logged(name):
                 await self.pin(name, key)
-            except LoraplexError as error:
-                _log.error("adapter %s could not be pinned again: %s", name[1], error)
+
+
+@contextmanager
+def _logged(name: Name) -> Iterator[None]:
+    """What the engine refuses is logged, and the pin is lost."""
+    try:
+        yield
+    except LoraplexError as error:
+        _log.error("the pin of adapter %s could not follow: %s", name[1], error)
