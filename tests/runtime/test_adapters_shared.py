@@ -13,8 +13,8 @@ from loraplex.artifact.identify import AdapterIdentity
 from loraplex.catalog.adapters import AdapterCatalog
 from loraplex.catalog.database import Database
 from loraplex.catalog.store import CatalogStore
-from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
-from loraplex.core.messages import RegisterAdapter
+from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault, LoraplexError
+from loraplex.core.messages import RegisterAdapter, RevokeAdapter
 from loraplex.identity.digests import ALWAYS_ON, semantic_abi
 from loraplex.runtime.adapters import AdapterService
 from loraplex.runtime.prepare import PreparedAdapter
@@ -158,6 +158,37 @@ def test_servers_see_publications_swaps_and_removals_of_each_other(tmp_path: Pat
         following.cancel()
         assert here.engine.sent[-1] == ("-", key("y"))
         await refused(ErrorCode.MODEL_NOT_FOUND, here, "a")
+
+    run(tmp_path, test)
+
+
+def test_a_revocation_reaches_servers_whose_engine_lacks_the_adapter(tmp_path: Path) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        here, there = server(), server()
+        for alias in ("a", "b", "c", "d"):
+            await here.service.add(alias, alias)
+        await there.service.refresh()
+        await there.service.settled()
+        there.service.catalog.store.revoke(key("a"))
+        late = server()  # knows b to d, and has none of them with its engine
+        await there.service.revoke("b")
+        await late.service.refresh()
+        assert not any(isinstance(m, RevokeAdapter) for m in late.engine.asked)
+        here.engine.refuse[key("a")] = CallerError(ErrorCode.ADAPTER_NOT_FOUND, "it was removed")
+        here.engine.refuse[key("b")] = CapacityError(ErrorCode.ENGINE_DIED, "gone")
+        here.engine.refuse[key("c")] = InternalFault(ErrorCode.INTERNAL, "it would not")
+        with pytest.raises(InternalFault):
+            await here.service.revoke("c")
+        assert set(here.service.retire_failures) == {key("c")}
+        await there.service.revoke("d")
+        await here.service.refresh()
+        revoked = [m.key for m in here.engine.asked if isinstance(m, RevokeAdapter)]
+        assert sorted(revoked) == sorted(key(name) for name in "abcd")
+        assert list(here.service) == []
+        for name in "abcd":
+            with pytest.raises(CallerError) as caught:
+                await here.service.add(name, name)
+            assert caught.value.code is ErrorCode.ADAPTER_REVOKED
 
     run(tmp_path, test)
 

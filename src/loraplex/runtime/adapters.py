@@ -278,6 +278,8 @@ class AdapterService:
             key = self._catalog.current(alias, tenant).key
             gone = await self.off_loop(lambda: store.revoke(key, actor))
             await self.refresh()
+            if key in self._held.failures:
+                raise self._held.failures[key]
             return gone
 
     # Other servers, other runs
@@ -287,11 +289,15 @@ class AdapterService:
         before = {revision.key for revision in self._catalog}
         view = self._catalog.view
         changes = await self.off_loop(lambda: self._catalog.store.changes(view.generation))
+        for key in changes.revoked:
+            self.controls.forbid(key)
         for superseded in view.apply(changes):
             self._held.retire_later(superseded.key)
             await self._follow_pin((superseded.namespace, superseded.alias))
         for key in changes.revoked:
             await self._held.revoked(key, self.controls.revoke)
+            if key in self._held.failures:
+                _log.error("revoking %s was refused by the engine: %s", key[:12], self._held.failures[key])
         for error in changes.damaged_grants:
             _log.error("an authorisation record is ignored: %s", error)
         self._reading.later(revision for revision in self._catalog if revision.key not in before)
@@ -299,8 +305,11 @@ class AdapterService:
     async def _follow_pin(self, place: tuple[str, str]) -> None:
         """Somebody else moved an alias: its pin leaves the old revision and, once the new one is read, takes that."""
         if self.controls.pinned(place):
-            await self.controls.unpin(place)
             self._pinned_elsewhere.add(place)
+            try:
+                await self.controls.unpin(place)
+            except LoraplexError as error:
+                _log.error("the pin of adapter %s could not leave its old revision: %s", place[1], error)
 
     async def follow(self, every_s: float = FOLLOW_EVERY_S) -> None:
         """Keep seeing what other servers publish, until cancelled. A catalog that does not answer is asked again."""

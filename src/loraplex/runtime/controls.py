@@ -26,6 +26,8 @@ from loraplex.core.messages import (
 )
 
 _log: Final = logging.getLogger(__name__)
+_HAS_NONE: Final = (ErrorCode.ADAPTER_NOT_FOUND, ErrorCode.ENGINE_DIED, ErrorCode.ENGINE_UNAVAILABLE)
+"""What an engine says that does not have an adapter, or that is gone with all of them."""
 Name = tuple[str, str]
 """Namespace and alias."""
 
@@ -67,11 +69,19 @@ class ResidencyControls:
         """Load on speculation; `pool_exhausted` where that would take what requests will want."""
         await self._engine.call(PrefetchAdapter(0, key))
 
-    async def revoke(self, key: str) -> None:
-        """End an adapter and every request on it; it is never registered again by this server."""
+    def forbid(self, key: str) -> None:
+        """Never let this server register an adapter again, and forget its pins."""
         self._revoked.add(key)
         self._pins = {name: pinned for name, pinned in self._pins.items() if pinned != key}
-        await self._engine.call(RevokeAdapter(0, key))
+
+    async def revoke(self, key: str) -> None:
+        """End an adapter and every request on it; `forbid` it. An engine that has no such adapter is done with it."""
+        self.forbid(key)
+        try:
+            await self._engine.call(RevokeAdapter(0, key))
+        except LoraplexError as error:
+            if error.code not in _HAS_NONE:
+                raise
 
     def require_not_revoked(self, key: str) -> None:
         """Raise `adapter_revoked` for what was revoked."""
