@@ -99,6 +99,10 @@ class AdapterService:
         """Current revision of what a tenant that may list it means by a name, or None."""
         return self._catalog.view.find(tenant, name, Right.LIST)
 
+    def may_list(self, revision: Revision, tenant: str = DEFAULT_NAMESPACE) -> bool:
+        """Whether a tenant may know of a revision's alias."""
+        return self._catalog.view.may(tenant, revision.namespace, revision.alias, Right.LIST)
+
     def visible(self, tenant: str = DEFAULT_NAMESPACE) -> list[tuple[str, Revision]]:
         """(its name for the tenant, revision) of everything that a tenant may list, by name."""
         return self._catalog.view.visible(tenant)
@@ -270,13 +274,20 @@ class AdapterService:
         await self.controls.prefetch(revision.key)
 
     async def revoke(
-        self, alias: str, tenant: str = DEFAULT_NAMESPACE, actor: str = OPERATOR
+        self,
+        alias: str,
+        tenant: str = DEFAULT_NAMESPACE,
+        actor: str = OPERATOR,
+        caller: str | None = None,
     ) -> list[Revision]:
-        """Take away every name of what an alias stands for, and end its requests; nothing publishes it again."""
+        """Take away every name of what an alias stands for, and end its requests; nothing publishes it again.
+
+        caller: the tenant that asks, None for the operator; `forbidden` when names of other namespaces would go.
+        """
         store = self._catalog.store
         async with self._held.change:
             key = self._catalog.current(alias, tenant).key
-            gone = await self.off_loop(lambda: store.revoke(key, actor))
+            gone = await self.off_loop(lambda: store.revoke(key, actor, caller))
             await self.refresh()
             if key in self._held.failures:
                 raise self._held.failures[key]
