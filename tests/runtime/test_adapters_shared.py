@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.runtime.test_adapters import BASE_ABI, Engine, Preparing, artifact, key
@@ -14,7 +16,7 @@ from loraplex.catalog.adapters import AdapterCatalog
 from loraplex.catalog.database import Database
 from loraplex.catalog.store import CatalogStore
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault, LoraplexError
-from loraplex.core.messages import RegisterAdapter, RevokeAdapter
+from loraplex.core.messages import PinAdapter, RegisterAdapter, RevokeAdapter
 from loraplex.identity.digests import ALWAYS_ON, semantic_abi
 from loraplex.runtime.adapters import AdapterService
 from loraplex.runtime.prepare import PreparedAdapter
@@ -189,6 +191,72 @@ def test_a_revocation_reaches_servers_whose_engine_lacks_the_adapter(tmp_path: P
             with pytest.raises(CallerError) as caught:
                 await here.service.add(name, name)
             assert caught.value.code is ErrorCode.ADAPTER_REVOKED
+
+    run(tmp_path, test)
+
+
+def pins(server: Server) -> Counter[str]:
+    """Pins that the engine holds, by key."""
+    held: Counter[str] = Counter()
+    for message in server.engine.asked:
+        if isinstance(message, PinAdapter):
+            held[message.key] += 1 if message.pinned else -1
+    return +held
+
+
+@pytest.mark.parametrize("drain", [False, True])
+@pytest.mark.parametrize("seen_first", [False, True])
+def test_a_servers_own_swap_keeps_its_pin(tmp_path: Path, drain: bool, seen_first: bool) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        here, there = server(), server()
+        await here.service.add("a", "x")
+        await here.service.add("same", "x")
+        await here.service.pin("a")
+        await here.service.pin("same")
+        if seen_first:  # whoever follows the catalog sees the publication before the swap itself does
+            off_loop = here.service.off_loop
+
+            async def slow(work: Callable[[], Any]) -> Any:
+                result = await off_loop(work)
+                if isinstance(result, tuple):
+                    here.service.off_loop = off_loop  # type: ignore[method-assign]
+                    await here.service.refresh()
+                return result
+
+            here.service.off_loop = slow  # type: ignore[method-assign,assignment]
+        else:
+            await there.service.add("b", "z")
+        await here.service.swap("a", "y", drain=drain)
+        await here.service.settled()
+        assert pins(here) == {key("y"): 1, key("x"): 1}
+        await there.service.refresh()
+        await there.service.swap("a", "w")
+        await here.service.refresh()
+        await here.service.settled()
+        assert pins(here) == {key("w"): 1, key("x"): 1}
+
+    run(tmp_path, test)
+
+
+@pytest.mark.parametrize("end", ["unpin", "remove"])
+def test_a_pin_that_was_given_up_does_not_come_back(tmp_path: Path, end: str) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        here, there = server(), server()
+        await here.service.add("a", "x")
+        await here.service.pin("a")
+        await there.service.refresh()
+        await there.service.swap("a", "y")
+        here.reading.missing = True  # the new revision cannot take the pin yet
+        await here.service.refresh()
+        await here.service.settled()
+        await (here.service.unpin("a") if end == "unpin" else here.service.remove("a"))
+        here.reading.missing = False
+        await there.service.refresh()
+        await there.service.put("a", "v")
+        await here.service.refresh()
+        await here.service.settled()
+        assert await enter(here, "a") == "a@3"
+        assert pins(here) == {}
 
     run(tmp_path, test)
 

@@ -218,6 +218,7 @@ class AdapterService:
                 await self.refresh()
             for superseded in self._catalog.removed(old, generation):
                 self._held.retire_later(superseded.key)
+            self._pinned_elsewhere.discard((tenant, alias))
             await self.controls.unpin((tenant, alias))
             return old
 
@@ -247,6 +248,8 @@ class AdapterService:
         except LoraplexError:  # no room beside the old one, or another server won the race
             await self._held.unregister(key)
             raise
+        if self.controls.pinned_key(place) == key:
+            self._pinned_elsewhere.discard(place)
         if new.generation > self.generation:  # others published in between
             try:
                 await self.refresh()
@@ -265,6 +268,7 @@ class AdapterService:
         """Let an alias be evicted again."""
         async with self._held.change:
             self._catalog.current(alias, tenant)
+            self._pinned_elsewhere.discard((tenant, alias))
             await self.controls.unpin((tenant, alias))
 
     async def prefetch(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
@@ -315,7 +319,8 @@ class AdapterService:
 
     async def _follow_pin(self, place: tuple[str, str]) -> None:
         """Somebody else moved an alias: its pin leaves the old revision and, once the new one is read, takes that."""
-        if self.controls.pinned(place):
+        current = self._catalog.view.now(place)
+        if self.controls.pinned_key(place) not in (None, None if current is None else current.key):
             self._pinned_elsewhere.add(place)
             try:
                 await self.controls.unpin(place)

@@ -49,6 +49,10 @@ class ResidencyControls:
         self._limits = SetLimits(0)
         self._revoked: set[str] = set()
 
+    def pinned_key(self, name: Name) -> str | None:
+        """What the alias's pin holds, None without one."""
+        return self._pins.get(name)
+
     def pinned(self, name: Name) -> bool:
         """Whether the alias has a pin."""
         return name in self._pins
