@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.e2e.judge import CONFIGS, check_greedy, open_llm, prompt
 
-from loraplex import LLM, SamplingParams
+from loraplex import LLM, SamplingParams, api
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode
 from loraplex.core.messages import EngineCall, PinAdapter
 
@@ -105,3 +105,23 @@ def test_prefetch_and_revocation(root: Path) -> None:
         assert refused.value.code is ErrorCode.ADAPTER_REVOKED
         [output] = llm.generate([TOKENS], "rslora", GREEDY)
         check_greedy(output, "rslora", 6)
+
+
+def test_a_model_whose_start_fails_late_is_closed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    build = api.build_engine
+
+    def building(*args: Any) -> Any:
+        built = build(*args)
+        close = built.close
+        monkeypatch.setattr(built, "close", lambda: (closed.append("engine"), close()), raising=True)
+        return built
+
+    def failing() -> None:
+        raise CapacityError(ErrorCode.CATALOG_UNAVAILABLE, "no")
+
+    monkeypatch.setattr(api, "build_engine", building)
+    monkeypatch.setattr(api, "AdapterCatalog", failing)
+    with pytest.raises(CapacityError):
+        open_llm(root, ["plain"])
+    assert closed == ["engine"]
