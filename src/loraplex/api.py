@@ -136,24 +136,24 @@ class LLM:
         self._images = images
         # Also when nobody holds the LLM any more; after a kill, the next start removes them.
         self._forget_images = weakref.finalize(self, private.close)
+        self._closing = ExitStack()
+        self._closing.callback(self._forget_images)
         self._mailbox = LocalMailbox()
         try:
             config = _config(
                 model=str(model), images_dir=str(images), device=device, dtype=dtype, pool_gb=pool_gb, **options
             )  # fmt: skip
             self._built = build_engine(config, self._mailbox, MonotonicClock(), NullSink())
-        except BaseException:
-            self._forget_images()
-            raise
-        self._store = ImageStore(images)
-        self._artifacts = ArtifactStore(artifacts_folder(), DEFAULT_STORE_BYTES)
-        self._catalog = AdapterCatalog()
-        self._kernels: dict[str, str] = {}
-        self._controls = ResidencyControls(self)
-        self._open: dict[str, _Open] = {}
-        self._replies: dict[int, Reply] = {}
-        self._calls = self._requests = 0
-        try:
+            self._closing.callback(self._built.close)
+            self._store = ImageStore(images)
+            self._artifacts = ArtifactStore(artifacts_folder(), DEFAULT_STORE_BYTES)
+            self._catalog = AdapterCatalog()
+            self._closing.callback(self._catalog.close)
+            self._kernels: dict[str, str] = {}
+            self._controls = ResidencyControls(self)
+            self._open: dict[str, _Open] = {}
+            self._replies: dict[int, Reply] = {}
+            self._calls = self._requests = 0
             self._codec: TextCodec | None = load_tokenizer(Path(model))
             for alias, source in (adapters or {}).items():
                 self.add_adapter(alias, source)
@@ -171,9 +171,7 @@ class LLM:
 
     def close(self) -> None:
         """Let go of the model and of temporary files; further calls are errors."""
-        self._built.close()
-        self._catalog.close()
-        self._forget_images()
+        self._closing.close()
 
     @property
     def vocab_size(self) -> int:

@@ -224,6 +224,18 @@ def test_a_revoked_artifact_loses_every_name_for_good(opened: Opener) -> None:
     assert AdapterCatalog(store=opened()).generation == 8
 
 
+def test_a_tenant_revokes_only_what_no_other_namespace_names(opened: Opener) -> None:
+    store = opened()
+    for alias, number, namespace in (("a", 1, "acme"), ("b", 1, "globex"), ("c", 2, "acme")):
+        store.publish(draft(alias, number, namespace=namespace), Mode.ADD)
+    refused(ErrorCode.FORBIDDEN, lambda: store.revoke(artifact(1).semantic, "acme admin", "acme"))
+    assert (store.generation(), store.changes().revoked) == (3, ())
+    assert names(store) == {"a": 1, "b": 1, "c": 1}
+    assert [r.alias for r in store.revoke(artifact(2).semantic, "acme admin", "acme")] == ["c"]
+    store.remove("globex", "b")
+    assert [r.alias for r in store.revoke(artifact(1).semantic, "acme admin", "acme")] == ["a"]
+
+
 def test_contents_that_revisions_name(opened: Opener) -> None:
     store = opened()
     keys = [f"{n}" * 64 for n in range(1, 5)]

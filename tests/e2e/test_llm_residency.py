@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.e2e.judge import CONFIGS, check_greedy, open_llm, prompt
 
-from loraplex import LLM, SamplingParams
+from loraplex import LLM, SamplingParams, api
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode
+from loraplex.core.messages import EngineCall, PinAdapter
 
 pytestmark = pytest.mark.e2e
 
@@ -73,6 +75,23 @@ def test_a_swap_without_room_drains_when_asked(root: Path) -> None:
         check_greedy(output, "patterns", 6)
 
 
+def test_a_pin_that_cannot_follow_leaves_the_swap_made(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_llm(root, ["plain"]) as llm:
+        llm.pin_adapter("plain")
+        call = llm.call
+
+        async def refusing(message: EngineCall) -> dict[str, Any]:
+            if isinstance(message, PinAdapter) and message.pinned:
+                raise CapacityError(ErrorCode.POOL_EXHAUSTED, "no room")
+            return await call(message)
+
+        monkeypatch.setattr(llm, "call", refusing)
+        assert llm.swap_adapter("plain", root / "patterns", drain=True)["revision"] == 2
+        assert [entry["key"] for entry in llm.inspect()["adapters"]] == [llm.adapters()[0]["semantic_digest"]]
+        [output] = llm.generate([TOKENS], "plain", GREEDY)
+        check_greedy(output, "patterns", 6)
+
+
 def test_prefetch_and_revocation(root: Path) -> None:
     with open_llm(root, ["plain", "rslora"]) as llm:
         llm.set_limits(pool_share=0.0)
@@ -86,3 +105,23 @@ def test_prefetch_and_revocation(root: Path) -> None:
         assert refused.value.code is ErrorCode.ADAPTER_REVOKED
         [output] = llm.generate([TOKENS], "rslora", GREEDY)
         check_greedy(output, "rslora", 6)
+
+
+def test_a_model_whose_start_fails_late_is_closed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    build = api.build_engine
+
+    def building(*args: Any) -> Any:
+        built = build(*args)
+        close = built.close
+        monkeypatch.setattr(built, "close", lambda: (closed.append("engine"), close()), raising=True)
+        return built
+
+    def failing() -> None:
+        raise CapacityError(ErrorCode.CATALOG_UNAVAILABLE, "no")
+
+    monkeypatch.setattr(api, "build_engine", building)
+    monkeypatch.setattr(api, "AdapterCatalog", failing)
+    with pytest.raises(CapacityError):
+        open_llm(root, ["plain"])
+    assert closed == ["engine"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.runtime.test_adapters import BASE_ABI, Engine, Preparing, artifact, key
@@ -13,8 +15,8 @@ from loraplex.artifact.identify import AdapterIdentity
 from loraplex.catalog.adapters import AdapterCatalog
 from loraplex.catalog.database import Database
 from loraplex.catalog.store import CatalogStore
-from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
-from loraplex.core.messages import RegisterAdapter
+from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault, LoraplexError
+from loraplex.core.messages import PinAdapter, RegisterAdapter, RevokeAdapter
 from loraplex.identity.digests import ALWAYS_ON, semantic_abi
 from loraplex.runtime.adapters import AdapterService
 from loraplex.runtime.prepare import PreparedAdapter
@@ -158,6 +160,103 @@ def test_servers_see_publications_swaps_and_removals_of_each_other(tmp_path: Pat
         following.cancel()
         assert here.engine.sent[-1] == ("-", key("y"))
         await refused(ErrorCode.MODEL_NOT_FOUND, here, "a")
+
+    run(tmp_path, test)
+
+
+def test_a_revocation_reaches_servers_whose_engine_lacks_the_adapter(tmp_path: Path) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        here, there = server(), server()
+        for alias in ("a", "b", "c", "d"):
+            await here.service.add(alias, alias)
+        await there.service.refresh()
+        await there.service.settled()
+        there.service.catalog.store.revoke(key("a"))
+        late = server()  # knows b to d, and has none of them with its engine
+        await there.service.revoke("b")
+        await late.service.refresh()
+        assert not any(isinstance(m, RevokeAdapter) for m in late.engine.asked)
+        here.engine.refuse[key("a")] = CallerError(ErrorCode.ADAPTER_NOT_FOUND, "it was removed")
+        here.engine.refuse[key("b")] = CapacityError(ErrorCode.ENGINE_DIED, "gone")
+        here.engine.refuse[key("c")] = InternalFault(ErrorCode.INTERNAL, "it would not")
+        with pytest.raises(InternalFault):
+            await here.service.revoke("c")
+        assert set(here.service.retire_failures) == {key("c")}
+        await there.service.revoke("d")
+        await here.service.refresh()
+        revoked = [m.key for m in here.engine.asked if isinstance(m, RevokeAdapter)]
+        assert sorted(revoked) == sorted(key(name) for name in "abcd")
+        assert list(here.service) == []
+        for name in "abcd":
+            with pytest.raises(CallerError) as caught:
+                await here.service.add(name, name)
+            assert caught.value.code is ErrorCode.ADAPTER_REVOKED
+
+    run(tmp_path, test)
+
+
+def pins(server: Server) -> Counter[str]:
+    """Pins that the engine holds, by key."""
+    held: Counter[str] = Counter()
+    for message in server.engine.asked:
+        if isinstance(message, PinAdapter):
+            held[message.key] += 1 if message.pinned else -1
+    return +held
+
+
+@pytest.mark.parametrize("drain", [False, True])
+@pytest.mark.parametrize("seen_first", [False, True])
+def test_a_servers_own_swap_keeps_its_pin(tmp_path: Path, drain: bool, seen_first: bool) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        here, there = server(), server()
+        await here.service.add("a", "x")
+        await here.service.add("same", "x")
+        await here.service.pin("a")
+        await here.service.pin("same")
+        if seen_first:  # whoever follows the catalog sees the publication before the swap itself does
+            off_loop = here.service.off_loop
+
+            async def slow(work: Callable[[], Any]) -> Any:
+                result = await off_loop(work)
+                if isinstance(result, tuple):
+                    here.service.off_loop = off_loop  # type: ignore[method-assign]
+                    await here.service.refresh()
+                return result
+
+            here.service.off_loop = slow  # type: ignore[method-assign,assignment]
+        else:
+            await there.service.add("b", "z")
+        await here.service.swap("a", "y", drain=drain)
+        await here.service.settled()
+        assert pins(here) == {key("y"): 1, key("x"): 1}
+        await there.service.refresh()
+        await there.service.swap("a", "w")
+        await here.service.refresh()
+        await here.service.settled()
+        assert pins(here) == {key("w"): 1, key("x"): 1}
+
+    run(tmp_path, test)
+
+
+@pytest.mark.parametrize("end", ["unpin", "remove"])
+def test_a_pin_that_was_given_up_does_not_come_back(tmp_path: Path, end: str) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        here, there = server(), server()
+        await here.service.add("a", "x")
+        await here.service.pin("a")
+        await there.service.refresh()
+        await there.service.swap("a", "y")
+        here.reading.missing = True  # the new revision cannot take the pin yet
+        await here.service.refresh()
+        await here.service.settled()
+        await (here.service.unpin("a") if end == "unpin" else here.service.remove("a"))
+        here.reading.missing = False
+        await there.service.refresh()
+        await there.service.put("a", "v")
+        await here.service.refresh()
+        await here.service.settled()
+        assert await enter(here, "a") == "a@3"
+        assert pins(here) == {}
 
     run(tmp_path, test)
 

@@ -53,6 +53,33 @@ def test_a_swap_without_room_is_refused_and_leaves_nothing_unless_it_drains() ->
     run(test)
 
 
+@pytest.mark.parametrize("drain", [False, True])
+def test_what_the_engine_refuses_after_a_publication_does_not_undo_it(
+    drain: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(service: AdapterService, engine: Engine, _: Preparing) -> None:
+        await service.add("a", "x")
+        await service.pin("a")
+        call = engine.call
+
+        async def refusing(message: object) -> dict[str, object]:
+            answer = await call(message)
+            if isinstance(message, PinAdapter) and message.pinned is drain:
+                raise FULL
+            return answer
+
+        engine.call = refusing  # type: ignore[method-assign]
+        new = await service.swap("a", "y", drain=drain)
+        assert service.resolve("a") == new
+        assert service.catalog.store.revision("default", "a", 2) == new
+        await service.settled()
+        assert engine.sent == [("+", key("x")), ("+", key("y")), ("-", key("x"))]
+        assert service.controls.pinned(("default", "a")) is not drain
+        assert "could not follow" in caplog.text
+
+    run(test)
+
+
 def test_a_pin_follows_its_alias_and_ends_with_it() -> None:
     async def test(service: AdapterService, engine: Engine, _: Preparing) -> None:
         await service.add("a", "x")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
+import httpx
 from tests.server.rig import Front, error_of, run
 
 from loraplex.core.messages import LoadAdapter, PinAdapter, PrefetchAdapter, RevokeAdapter, SetLimits
@@ -33,6 +36,38 @@ def test_actions(tmp_path: Path) -> None:
         assert error_of(await front.complete(model="a"))[:2] == (404, "model_not_found")
 
     run(tmp_path, test)
+
+
+def test_a_tenant_does_not_revoke_what_others_name(tmp_path: Path) -> None:
+    tenants = {"blue-key": "blue", "red-key": "red", "key": "default"}
+    lines = [
+        json.dumps({"sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": tenant, "role": "admin"})
+        for key, tenant in tenants.items()
+    ]
+    file = tmp_path / "keys"
+    file.write_text("\n".join(lines))
+
+    async def test(front: Front) -> None:
+        async def call(key: str, method: str, path: str, body: object = None) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}"}
+            return await front.http.request(method, f"/v1/adapters/{path}", json=body, headers=headers)
+
+        same, own = {"source": front.source("same")}, {"source": front.source("own")}
+        for key, alias, body in (
+            ("key", "all", same), ("blue-key", "mine", same), ("red-key", "hers", same), ("red-key", "own", own),
+        ):  # fmt: skip
+            assert (await call(key, "PUT", alias, body)).status_code == 201
+        refused = await call("blue-key", "POST", "mine/revoke")
+        assert error_of(refused)[:2] == (403, "forbidden")
+        assert "hers" not in refused.text
+        assert front.engine.of(RevokeAdapter) == []
+        assert (await call("red-key", "GET", "hers")).status_code == 200
+        assert (await call("red-key", "POST", "own/revoke")).json() == {"alias": "own", "revoked": ["own@1"]}
+        assert (await call("key", "POST", "all/revoke")).json() == {"alias": "all", "revoked": ["all@1"]}
+        for key, alias in (("blue-key", "mine"), ("red-key", "hers")):
+            assert error_of(await call(key, "GET", alias))[:2] == (404, "adapter_not_found")
+
+    run(tmp_path, test, api_key_file=str(file))
 
 
 def test_a_swap_asks_for_a_shadow_copy_unless_it_drains(tmp_path: Path) -> None:

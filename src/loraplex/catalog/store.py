@@ -126,11 +126,12 @@ class CatalogStore:
             self._log(connection, generation, Kind.REMOVE, namespace, alias, old.revision, actor)
         return old, generation
 
-    def revoke(self, semantic: str, actor: str = OPERATOR) -> list[Revision]:
+    def revoke(self, semantic: str, actor: str = OPERATOR, tenant: str | None = None) -> list[Revision]:
         """Leave a tombstone under every alias of an artifact, and let nothing publish it again; what the aliases were.
 
-        One generation for each alias and one for the revocation, all of them or none. Raises `adapter_revoked` when it
-        was revoked before, `adapter_not_found` when it was never published.
+        One generation for each alias and one for the revocation, all of them or none. tenant: on whose behalf, None for
+        the operator's. Raises `adapter_revoked` when it was revoked before, `adapter_not_found` when it was never
+        published, `forbidden` when the tenant is not the operator and other namespaces name it.
         """
         with self.database.writing() as connection:
             generation = _advance(connection, None)
@@ -143,6 +144,12 @@ class CatalogStore:
             ):
                 raise not_registered(semantic[:16])
             rows = connection.execute(current_rows().where(revisions.c.semantic == semantic)).mappings().all()
+            if tenant is not None and any(row["namespace"] != tenant for row in rows):
+                raise CallerError(
+                    ErrorCode.FORBIDDEN,
+                    "other namespaces name this adapter; the operator may revoke it, remove your own alias instead",
+                    param="alias",
+                )
             connection.execute(
                 insert(revoked).values(
                     semantic=semantic, generation=generation, actor=actor, at_ms=self.now_ms()

@@ -55,6 +55,10 @@ class CatalogView:
             raise self.damaged[place]
         return self._current.get(place)
 
+    def now(self, place: Place) -> Revision | None:
+        """Current revision of an alias, or None; also None when its record is damaged."""
+        return self._current.get(place)
+
     def shares(self, key: str) -> bool:
         """Whether any alias stands for the semantic digest `key`."""
         return self._names[key] > 0

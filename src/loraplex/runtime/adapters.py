@@ -99,6 +99,10 @@ class AdapterService:
         """Current revision of what a tenant that may list it means by a name, or None."""
         return self._catalog.view.find(tenant, name, Right.LIST)
 
+    def may_list(self, revision: Revision, tenant: str = DEFAULT_NAMESPACE) -> bool:
+        """Whether a tenant may know of a revision's alias."""
+        return self._catalog.view.may(tenant, revision.namespace, revision.alias, Right.LIST)
+
     def visible(self, tenant: str = DEFAULT_NAMESPACE) -> list[tuple[str, Revision]]:
         """(its name for the tenant, revision) of everything that a tenant may list, by name."""
         return self._catalog.view.visible(tenant)
@@ -214,6 +218,7 @@ class AdapterService:
                 await self.refresh()
             for superseded in self._catalog.removed(old, generation):
                 self._held.retire_later(superseded.key)
+            self._pinned_elsewhere.discard((tenant, alias))
             await self.controls.unpin((tenant, alias))
             return old
 
@@ -237,13 +242,19 @@ class AdapterService:
         try:
             async with beside:
                 _, new = await self.off_loop(lambda: store.publish(draft, mode, Expectation(expected)))
+                if new.generation <= self.generation + 1:
+                    for superseded in self._catalog.published(new):
+                        self._held.retire_later(superseded.key)
         except LoraplexError:  # no room beside the old one, or another server won the race
             await self._held.unregister(key)
             raise
-        if new.generation != self.generation + 1:
-            await self.refresh()
-        for superseded in self._catalog.published(new):
-            self._held.retire_later(superseded.key)
+        if self.controls.pinned_key(place) == key:
+            self._pinned_elsewhere.discard(place)
+        if new.generation > self.generation:  # others published in between
+            try:
+                await self.refresh()
+            except LoraplexError as error:  # published all the same: the next refresh sees it
+                _log.error("%s is published but not seen yet: %s", new.name, error)
         return new
 
     async def pin(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
@@ -257,6 +268,7 @@ class AdapterService:
         """Let an alias be evicted again."""
         async with self._held.change:
             self._catalog.current(alias, tenant)
+            self._pinned_elsewhere.discard((tenant, alias))
             await self.controls.unpin((tenant, alias))
 
     async def prefetch(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
@@ -266,14 +278,23 @@ class AdapterService:
         await self.controls.prefetch(revision.key)
 
     async def revoke(
-        self, alias: str, tenant: str = DEFAULT_NAMESPACE, actor: str = OPERATOR
+        self,
+        alias: str,
+        tenant: str = DEFAULT_NAMESPACE,
+        actor: str = OPERATOR,
+        caller: str | None = None,
     ) -> list[Revision]:
-        """Take away every name of what an alias stands for, and end its requests; nothing publishes it again."""
+        """Take away every name of what an alias stands for, and end its requests; nothing publishes it again.
+
+        caller: the tenant that asks, None for the operator; `forbidden` when names of other namespaces would go.
+        """
         store = self._catalog.store
         async with self._held.change:
             key = self._catalog.current(alias, tenant).key
-            gone = await self.off_loop(lambda: store.revoke(key, actor))
+            gone = await self.off_loop(lambda: store.revoke(key, actor, caller))
             await self.refresh()
+            if key in self._held.failures:
+                raise self._held.failures[key]
             return gone
 
     # Other servers, other runs
@@ -283,20 +304,28 @@ class AdapterService:
         before = {revision.key for revision in self._catalog}
         view = self._catalog.view
         changes = await self.off_loop(lambda: self._catalog.store.changes(view.generation))
+        for key in changes.revoked:
+            self.controls.forbid(key)
         for superseded in view.apply(changes):
             self._held.retire_later(superseded.key)
             await self._follow_pin((superseded.namespace, superseded.alias))
         for key in changes.revoked:
             await self._held.revoked(key, self.controls.revoke)
+            if key in self._held.failures:
+                _log.error("revoking %s was refused by the engine: %s", key[:12], self._held.failures[key])
         for error in changes.damaged_grants:
             _log.error("an authorisation record is ignored: %s", error)
         self._reading.later(revision for revision in self._catalog if revision.key not in before)
 
     async def _follow_pin(self, place: tuple[str, str]) -> None:
         """Somebody else moved an alias: its pin leaves the old revision and, once the new one is read, takes that."""
-        if self.controls.pinned(place):
-            await self.controls.unpin(place)
+        current = self._catalog.view.now(place)
+        if self.controls.pinned_key(place) not in (None, None if current is None else current.key):
             self._pinned_elsewhere.add(place)
+            try:
+                await self.controls.unpin(place)
+            except LoraplexError as error:
+                _log.error("the pin of adapter %s could not leave its old revision: %s", place[1], error)
 
     async def follow(self, every_s: float = FOLLOW_EVERY_S) -> None:
         """Keep seeing what other servers publish, until cancelled. A catalog that does not answer is asked again."""

@@ -11,8 +11,8 @@ Never decides who is evicted and never touches a catalog. Specification: 0x07G, 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Final, Protocol
 
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
@@ -26,6 +26,8 @@ from loraplex.core.messages import (
 )
 
 _log: Final = logging.getLogger(__name__)
+_HAS_NONE: Final = (ErrorCode.ADAPTER_NOT_FOUND, ErrorCode.ENGINE_DIED, ErrorCode.ENGINE_UNAVAILABLE)
+"""What an engine says that does not have an adapter, or that is gone with all of them."""
 Name = tuple[str, str]
 """Namespace and alias."""
 
@@ -47,6 +49,10 @@ class ResidencyControls:
         self._limits = SetLimits(0)
         self._revoked: set[str] = set()
 
+    def pinned_key(self, name: Name) -> str | None:
+        """What the alias's pin holds, None without one."""
+        return self._pins.get(name)
+
     def pinned(self, name: Name) -> bool:
         """Whether the alias has a pin."""
         return name in self._pins
@@ -67,11 +73,19 @@ class ResidencyControls:
         """Load on speculation; `pool_exhausted` where that would take what requests will want."""
         await self._engine.call(PrefetchAdapter(0, key))
 
-    async def revoke(self, key: str) -> None:
-        """End an adapter and every request on it; it is never registered again by this server."""
+    def forbid(self, key: str) -> None:
+        """Never let this server register an adapter again, and forget its pins."""
         self._revoked.add(key)
         self._pins = {name: pinned for name, pinned in self._pins.items() if pinned != key}
-        await self._engine.call(RevokeAdapter(0, key))
+
+    async def revoke(self, key: str) -> None:
+        """End an adapter and every request on it; `forbid` it. An engine that has no such adapter is done with it."""
+        self.forbid(key)
+        try:
+            await self._engine.call(RevokeAdapter(0, key))
+        except LoraplexError as error:
+            if error.code not in _HAS_NONE:
+                raise
 
     def require_not_revoked(self, key: str) -> None:
         """Raise `adapter_revoked` for what was revoked."""
@@ -103,7 +117,8 @@ class ResidencyControls:
     async def swapping(self, name: Name, old: str, new: str, *, drain: bool) -> AsyncIterator[None]:
         """Around the publication of `new` in place of `old`: shadow copy and pin before, the old pin's end after.
 
-        When the publication fails, nothing of the new one stays pinned. drain: ask for nothing beside the old revision.
+        When the publication fails, nothing of the new one stays pinned. Once it is made nothing undoes it: what the engine
+        refuses afterwards is logged. drain: ask for nothing beside the old revision.
         """
         if old == new:
             yield
@@ -121,13 +136,17 @@ class ResidencyControls:
                         await self._engine.call(PinAdapter(0, new, False))
                 raise
             if pinned:
-                self._pins[name] = new
-                await self._engine.call(PinAdapter(0, old, False))
+                held, self._pins[name] = self._pins.get(name), new
+                if held == old:  # else whoever saw the publication first took that pin away
+                    with _logged(name):
+                        await self._engine.call(PinAdapter(0, old, False))
             return
         yield
         if pinned:
-            await self.unpin(name)
-            await self.pin(name, new)
+            with _logged(name):
+                await self.unpin(name)
+            with _logged(name):
+                await self.pin(name, new)
 
     async def restore(self) -> None:
         """Give limits and pins to an engine that has started anew; a pin that it refuses is logged and lost."""
@@ -135,7 +154,14 @@ class ResidencyControls:
             await self._engine.call(self._limits)
         pins, self._pins = self._pins, {}
         for name, key in pins.items():
-            try:
+            with _logged(name):
                 await self.pin(name, key)
-            except LoraplexError as error:
-                _log.error("adapter %s could not be pinned again: %s", name[1], error)
+
+
+@contextmanager
+def _logged(name: Name) -> Iterator[None]:
+    """What the engine refuses is logged, and the pin is lost."""
+    try:
+        yield
+    except LoraplexError as error:
+        _log.error("the pin of adapter %s could not follow: %s", name[1], error)

@@ -92,13 +92,21 @@ class HeldAdapters:
                 await self._engine.call(RemoveAdapter(0, key))
 
     async def revoked(self, key: str, revoke: Callable[[str], Awaitable[None]]) -> None:
-        """Have `revoke` end an adapter and everything bound to it, and give up its image."""
+        """Have `revoke` end an adapter and everything bound to it, if the engine has it, and give up its image.
+
+        What the engine refuses is kept in `failures`.
+        """
         prepared = self.known.get(key)
         if prepared is not None:
             self._unnamed[prepared.register.kernel_digest] = key
+        registered = key in self._registered
         self._registered.discard(key)
+        self.failures.pop(key, None)
         try:
-            await revoke(key)
+            if registered:
+                await revoke(key)
+        except LoraplexError as error:
+            self.failures[key] = error
         finally:
             self._reclaim_unnamed()
 

@@ -183,8 +183,10 @@ async def adapter_action(call: Call) -> None:
         case "prefetch":
             await adapters.prefetch(alias, tenant)
         case _:
-            gone = await adapters.revoke(alias, tenant, call.caller.name)
-            names = sorted(revision.name for revision in gone)
+            caller = call.caller
+            by = None if caller.operator else caller.tenant
+            gone = await adapters.revoke(alias, tenant, caller.name, by)
+            names = sorted(revision.name for revision in gone if adapters.may_list(revision, caller.tenant))
             await call.exchange.answer({"alias": alias, "revoked": names})
             return
     await call.exchange.answer(await adapters.describe(alias, tenant))

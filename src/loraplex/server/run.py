@@ -132,7 +132,13 @@ async def serve(
 
     with Signals(at_once) as signals:
         await listener.start()
-        try:
+        async with (
+            contextlib.AsyncExitStack() as closing
+        ):  # the last one first; one that fails does not keep the rest
+            closing.callback(preparation.close)
+            for close in (client.close, supervisor.stop, adapters.close, provenance.close):
+                closing.push_async_callback(close)
+            closing.callback(setattr, service, "phase", Phase.DRAINING)
             announcer.say(f"listening on {listener.url}; starting the engine for {base_name}")
             if await signals.unless_stopped(open_up()):
                 aliases = [name for name, _ in adapters.visible(DEFAULT_TENANT)]
@@ -140,13 +146,6 @@ async def serve(
                 announcer.ready(listener.url, base_name, aliases, chat)
                 await signals.stop.wait()
             await _drain(service, listener, announcer)
-        finally:
-            service.phase = Phase.DRAINING
-            await provenance.close()
-            await adapters.close()
-            await supervisor.stop()
-            await client.close()
-            preparation.close()
     return 0
 
 
