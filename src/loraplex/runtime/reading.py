@@ -60,7 +60,7 @@ class Reading:
         """Have the engine know a revision, reading it first where this process never did.
 
         Raises what its preparation raises; `adapter_source_changed` when the source holds something else by now,
-        `adapter_base_mismatch` when it was published for another base.
+        `adapter_base_mismatch` when it was published for another base; `adapter_not_found` when it was removed meanwhile.
         """
         key = revision.key
         while key not in self._held:
@@ -70,6 +70,13 @@ class Reading:
                 self._under_way[key] = task
                 task.add_done_callback(lambda done: self._got_ready(key, done))
             await asyncio.shield(task)
+            # where nobody holds it and no alias names it, reading it again would not end
+            if key not in self._held and not self._named(key):
+                raise CallerError(
+                    ErrorCode.ADAPTER_NOT_FOUND,
+                    f"{revision.name} was removed while it was read",
+                    param="model",
+                )
 
     def _got_ready(self, key: str, task: asyncio.Task[None]) -> None:
         self._under_way.pop(key, None)
