@@ -42,8 +42,9 @@ def valid() -> BatchPlan:
     opens[:, 0], opens[:, 1], opens[0, 12], opens[1, 13] = (0, 1), 1, 1, 2
     deltas = Deltas(
         opens=opens, open_bias=i32((7, 0)), open_history=i32(3, 4), page_deltas=i32((0, 0, 9), (1, 0, 10)),
-        copies=i32((*range(8), 4, 3, 2)), copy_pages=i32(20, 21), publishes=i32((5, 2)), retires=i32((4, 2)),
-        scrub_pages=i32(9, 30),
+        copies=i32((*range(8), 4, 3, 2, 0, 0), (*range(8), 3, 7, 1, 2, 0), (*range(8), 2, 9, 1, 2, 3)),
+        copy_pages=i32(20, 21, 22, 22), publishes=i32((5, 2)), retires=i32((4, 2)),
+        scrub_pages=i32(9, 30), scrub_blocks=i32((22, 2, 1), (31, 1, 1)),
     )  # fmt: skip
     return build_plan(work, generation=3, reference=2, deltas=deltas)
 
@@ -161,6 +162,17 @@ MALFORMED: dict[str, tuple[Change, ErrorCode]] = {
     "copy to a page twice": (cell("copy_pages", 0, 21), PAGES),
     "copy with a page missing": (part("copy_pages", lambda a: a[:-1]), PAGES),
     "copy of one page more": (cell("copies", (0, 10), 3), PAGES),
+    "copy to a block of a copied page": (cell("copy_pages", 2, 20), PAGES),
+    "copy of a page where a block is copied": (cell("copy_pages", 1, 22), PAGES),
+    "copy to a block twice": (cell("copies", (1, 12), 3), PAGES),
+    "copies to blocks of two sizes in a page": (cell("copies", (1, 11), 3), PAGES),
+    "copy to a block of no size": (cell("copies", (1, 11), 7), PAGES),
+    "copy to a block of negative size": (cell("copies", (1, 11), -1), PAGES),
+    "copy to a block beyond the page": (cell("copies", (2, 12), 4), PAGES),
+    "copy to a block before the page": (cell("copies", (1, 12), -1), PAGES),
+    "copy of two pages into a block": (cell("copies", (0, 11), 1), PAGES),
+    "copy of whole pages with a block": (cell("copies", (0, 12), 1), PAGES),
+    "block for a copy in a request's page": (cell("page_deltas", (0, 2), 22), PAGES),
     "copy to the base's slot": (cell("copies", (0, 8), 0), SEGMENTS),
     "copy to no slot": (cell("copies", (0, 8), 6), SEGMENTS),
     "publication of the base": (cell("publishes", (0, 0), 0), SEGMENTS),
@@ -173,6 +185,12 @@ MALFORMED: dict[str, tuple[Change, ErrorCode]] = {
     "history too long": (part("open_history", lambda a: np.append(a, i32(5))), FORM),
     "scrub of the null page": (cell("scrub_pages", 0, 0), PAGES),
     "scrub beyond the pool": (cell("scrub_pages", 0, 64), PAGES),
+    "scrub of a block of the null page": (cell("scrub_blocks", (0, 0), 0), PAGES),
+    "scrub of a block beyond the pool": (cell("scrub_blocks", (0, 0), 64), PAGES),
+    "scrub of a block of a whole page's size": (cell("scrub_blocks", (0, 1), 0), PAGES),
+    "scrub of a block of no size": (cell("scrub_blocks", (0, 1), 7), PAGES),
+    "scrub of a block beyond its page": (cell("scrub_blocks", (1, 2), 2), PAGES),
+    "scrub of a block before its page": (cell("scrub_blocks", (1, 2), -1), PAGES),
 }  # fmt: skip
 
 

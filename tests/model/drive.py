@@ -11,7 +11,7 @@ import torch
 from tests.model.tiny import VOCAB
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.core.layout import AdapterImage, KvShape
+from loraplex.core.layout import AdapterImage, KvShape, size_class_for
 from loraplex.core.packed import float_bits
 from loraplex.core.plan import BatchPlan, StepResult
 from loraplex.core.plan_check import PlanBounds
@@ -184,7 +184,11 @@ class Driver:
     def copy(self, image: AdapterImage, slot: int, generation: int) -> dict[str, np.ndarray]:
         words = np.frombuffer(bytes.fromhex(image.kernel_digest), dtype="<i4").tolist()
         pages = self.take(len(image.pages))
-        return {"copies": _i32([[*words, slot, generation, pages.size]]), "copy_pages": pages}
+        size_class = size_class_for(self.kv.page_bytes, image.pages.shape[1])
+        return {
+            "copies": _i32([[*words, slot, generation, pages.size, size_class, 0]]),
+            "copy_pages": pages,
+        }
 
 
 def _i32(values: Any) -> np.ndarray:

@@ -83,10 +83,10 @@ def test_a_warm_step_copies_no_byte(root: Path, model: Decoder, monkeypatch: pyt
     moved = 0
     copy_page = AdapterTable.copy_page
 
-    def count(self: AdapterTable, page: int, source: np.ndarray) -> None:
+    def count(self: AdapterTable, page: int, source: np.ndarray, offset: int) -> None:
         nonlocal moved
         moved += source.nbytes
-        copy_page(self, page, source)
+        copy_page(self, page, source, offset)
 
     monkeypatch.setattr(AdapterTable, "copy_page", count)
     driver = loaded(root, model, ["all-r4", "rs-r16"])

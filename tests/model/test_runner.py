@@ -297,7 +297,7 @@ def test_a_page_that_a_running_request_reads_is_not_scrubbed_or_copied_over(mode
     driver.step([(a, 9)])
     page = np.array(driver.tables[0][:1], dtype=np.int32)
     plan = driver.plan([(a, 0)])
-    copies = np.array([[*[0] * 8, 1, 1, 1]], dtype=np.int32)
+    copies = np.array([[*[0] * 8, 1, 1, 1, 0, 0]], dtype=np.int32)
     scrub = driver.run(replace(plan, scrub_pages=page))
     assert code_of(scrub.error_message) == "plan_page_table"
     copy = driver.run(replace(plan, generation=3, copies=copies, copy_pages=page))

@@ -28,6 +28,8 @@ from loraplex.core.layout import (
     Extent,
     Factor,
     PageGeometry,
+    block_bytes,
+    object_demand,
     page_checksum,
     place,
     vector_mask,
@@ -52,7 +54,9 @@ def to_image(
     """
     extents, pages = place(geometry, module_shapes(artifact, shard))
     served = None if base_tensors is None else ServedTensors(base_tensors, dtype)
-    buffer = np.zeros((pages, geometry.page_bytes), dtype=np.uint8)
+    table = extent_table(extents)
+    demand = object_demand(geometry, table)
+    buffer = np.zeros((pages, demand.nbytes // max(pages, 1)), dtype=np.uint8)
     by_module: dict[tuple[int, int], list[Extent]] = {}
     for extent in extents:
         by_module.setdefault((extent.layer, int(extent.module)), []).append(extent)
@@ -63,7 +67,6 @@ def to_image(
             _write(buffer, extent, stored[extent.factor])
 
     map_threads(fill, artifact.modules, buffer.nbytes)
-    table = extent_table(extents)
     identity = identify(artifact, base_abi)
     return AdapterImage(
         key=identity.semantic,
@@ -103,7 +106,7 @@ def kernel_abi(
         conversion_revision=CONVERSION_REVISION,
         dtype=dtype.value,
         packing=Packing(
-            page_bytes=geometry.page_bytes,
+            page_bytes=block_bytes(geometry.page_bytes, object_demand(geometry, table).size_class),
             extents_sha256=hashlib.sha256(table.astype("<i4").tobytes()).hexdigest(),
         ),
         layouts=tuple(local_layout(m, shard) for m in artifact.modules),

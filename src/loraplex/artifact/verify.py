@@ -22,7 +22,7 @@ from loraplex.artifact.record import AdaptedModule, Artifact, Method
 from loraplex.artifact.source import Progress, weight_files
 from loraplex.artifact.tensors import Dtype
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
-from loraplex.core.layout import PageGeometry
+from loraplex.core.layout import PageGeometry, block_bytes, object_demand
 from loraplex.identity.digests import BaseAbi
 from loraplex.identity.manifest import AdapterManifest, check_adapter_manifest, decode_manifest
 
@@ -31,8 +31,8 @@ from loraplex.identity.manifest import AdapterManifest, check_adapter_manifest, 
 class Verification:
     """A verified adapter: artifact, manifest, and what it costs.
 
-    file_bytes: on disk. factor_bytes: elements in the served type, without page tails. host_bytes, device_bytes:
-    pages that the host store and the pool hold.
+    pages: where it has no slab page to share. size_class: of the block that it takes, 0 for whole pages. file_bytes: on disk. factor_bytes: elements in the served type, without page tails. host_bytes, device_bytes:
+    what the host store and the pool hold: pages, or a block.
     """
 
     artifact: Artifact
@@ -41,16 +41,17 @@ class Verification:
     page_bytes: int
     file_bytes: int
     factor_bytes: int
+    size_class: int
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the image's pages in the host store."""
-        return self.pages * self.page_bytes
+        """Bytes of the image's pages or block in the host store."""
+        return self.pages * block_bytes(self.page_bytes, self.size_class)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the pages that the adapter takes from the pool."""
-        return self.pages * self.page_bytes
+        """Bytes of the pages, or of the block, that the adapter takes from the pool."""
+        return self.pages * block_bytes(self.page_bytes, self.size_class)
 
     def record(self) -> dict[str, Any]:
         """For `--json`."""
@@ -76,6 +77,7 @@ class Verification:
             },
             "pages": self.pages,
             "page_bytes": self.page_bytes,
+            "size_class": self.size_class,
             "manifest": msgspec.to_builtins(manifest),
         }
 
@@ -95,8 +97,13 @@ class Verification:
             ),
             f"bytes     file {self.file_bytes}, factors {self.factor_bytes}",
             f"          host {self.host_bytes}, device {self.device_bytes}",
-            f"pages     {self.pages} of {self.page_bytes} bytes",
+            f"pages     {self.pages} of {self.page_bytes} bytes{self._shared()}",
         ]
+
+    def _shared(self) -> str:
+        if not self.size_class:
+            return ""
+        return f", of which it takes a block of 1/{1 << self.size_class} and shares the rest"
 
 
 def verify_adapter(
@@ -119,13 +126,15 @@ def verify_adapter(
     if supported is not None:
         require_executable(artifact, supported)
     image = to_image(artifact, geometry, dtype, base_abi.digest, base_tensors)
+    demand = object_demand(geometry, image.extents)
     manifest = manifest_of(artifact, base_abi, geometry, dtype)
     check_adapter_manifest(manifest)
     return Verification(
         artifact=artifact,
         manifest=manifest,
-        pages=len(image.pages),
+        pages=demand.pages,
         page_bytes=geometry.page_bytes,
+        size_class=demand.size_class,
         file_bytes=sum(file.stat().st_size for file in weight_files(Path(path))),
         factor_bytes=manifest.ledger.shard_bytes[0],
     )

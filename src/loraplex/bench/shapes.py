@@ -15,7 +15,7 @@ import numpy as np
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import Module
-from loraplex.core.layout import EXTENT_COLUMNS, AdapterImage, ModuleShape, page_checksum, place
+from loraplex.core.layout import EXTENT_COLUMNS, AdapterImage, ModuleShape, object_demand, page_checksum, place
 from loraplex.core.messages import RegisterAdapter
 from loraplex.runtime.base import BaseModel
 
@@ -63,8 +63,9 @@ class SyntheticImages:
         layout = self._layout(rank, tuple(modules))
         digest = f"{rank:08x}{len(modules):08x}{index:048x}"
         self._images[digest] = replace(layout, key=digest, kernel_digest=digest)
+        demand = object_demand(self._base.geometry, layout.extents)
         return RegisterAdapter(
-            call_id=0, key=digest, kernel_digest=digest, pages=len(layout.pages),
+            call_id=0, key=digest, kernel_digest=digest, pages=demand.pages, size_class=demand.size_class,
             ranks=((rank, len(layout.modules)),), modules=tuple(int(module) for module in modules),
             host_bytes=layout.pages.nbytes,
         )  # fmt: skip
@@ -83,18 +84,20 @@ class SyntheticImages:
             for module in modules
         ]
         extents, count = place(base.geometry, shapes)
-        pages = np.zeros((count, base.geometry.page_bytes), dtype=np.uint8)
+        table = np.array(
+            [(e.layer, e.module, e.factor, e.rank_lo, e.rank_n, e.col_lo, e.col_n, e.page, e.offset) for e in extents],
+            dtype=np.int32,
+        ).reshape(-1, EXTENT_COLUMNS)  # fmt: skip
+        nbytes = object_demand(base.geometry, table).nbytes
+        pages = np.zeros((count, nbytes // count), dtype=np.uint8)
         # Small normal numbers of a two-byte type: sign, an exponent near 2^-7, random fraction.
         words = pages.view(np.uint16)
         words[:] = self._rng.integers(0, 1 << 16, words.shape, dtype=np.uint16) & 0x80FF | 0x3B80
         scale = int(np.float32(1.0).view(np.int32))
-        table = [
-            (e.layer, e.module, e.factor, e.rank_lo, e.rank_n, e.col_lo, e.col_n, e.page, e.offset) for e in extents
-        ]  # fmt: skip
         return AdapterImage(
             key="", kernel_digest="", itemsize=base.dtype.itemsize,
             modules=np.array([(s.layer, s.module, s.rank, scale, 0) for s in shapes], dtype=np.int32),
-            extents=np.array(table, dtype=np.int32).reshape(-1, EXTENT_COLUMNS),
+            extents=table,
             pages=pages, checksums=page_checksum(pages),
         )  # fmt: skip
 

@@ -139,7 +139,7 @@ class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "tensors_total": artifact.tensors_total,
             "state": live.get("state", "absent"),
             "tier_bytes": {
-                "device": live.get("device_pages", 0) * figures["pages"]["page_bytes"],
+                "device": live.get("device_bytes", 0),
                 "host": artifact.nbytes,
             },
             "leases": live.get("leases", 0),

@@ -6,6 +6,9 @@ vector, a row of B-transposed one rank's `d_out` vector. The rows of one factor 
 that fits into a page is never split, a vector larger than a page is cut into column tiles. True rank: nothing is
 padded beyond alignment of an extent's start and a page's tail.
 
+An adapter that fits into half a page takes a *block* instead: one of the 2^k equal parts, k its size class, into which a
+slab page is cut. Its image is that wide and not a page.
+
 Specification: 0x04D (demand from tensors), 0x05 (one pool), 0x06A (logical against physical rank); DESIGN 4.
 """
 
@@ -23,6 +26,8 @@ from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import Module
 
 EXTENT_ALIGN_BYTES: Final = 16
+MAX_SIZE_CLASS: Final = 6
+"""Blocks are 1/2 to 1/64 of a page. Size class 0 stands for whole pages."""
 
 
 class Factor(IntEnum):
@@ -160,6 +165,41 @@ def _stored_factors(shape: ModuleShape) -> tuple[Factor, ...]:
     return low_rank + shape.vectors
 
 
+def block_bytes(page_bytes: int, size_class: int) -> int:
+    """Bytes of a block: an aligned 2^-size_class of a page; the whole page for class 0."""
+    if size_class == 0:
+        return page_bytes
+    return (page_bytes >> size_class) // EXTENT_ALIGN_BYTES * EXTENT_ALIGN_BYTES
+
+
+def size_class_for(page_bytes: int, nbytes: int) -> int:
+    """Class of the smallest block that holds `nbytes`; 0 when only whole pages do. nbytes: at least 1."""
+    return max(k for k in range(MAX_SIZE_CLASS + 1) if k == 0 or block_bytes(page_bytes, k) >= nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectDemand:
+    """What an adapter takes of the pool. pages: where it has no slab page to share. size_class: 0 for whole pages.
+
+    nbytes: of its image: whole pages, or one block.
+    """
+
+    pages: int
+    size_class: int
+    nbytes: int
+
+
+def object_demand(geometry: PageGeometry, extents: npt.NDArray[np.int32]) -> ObjectDemand:
+    """Demand of a placed adapter (0x04D), small objects included. extents: int32 [n, 9], see `AdapterImage`."""
+    page, offset, factor = extents[:, 7], extents[:, 8], extents[:, 2]
+    pages, size_class = int(page.max(initial=-1)) + 1, 0
+    if pages == 1:
+        itemsize = np.where(factor <= Factor.B, geometry.itemsize, VECTOR_ITEMSIZE)
+        ends = offset.astype(np.int64) + extents[:, 4].astype(np.int64) * extents[:, 6] * itemsize
+        size_class = size_class_for(geometry.page_bytes, int(ends.max()))
+    return ObjectDemand(pages, size_class, pages * block_bytes(geometry.page_bytes, size_class))
+
+
 def page_demand(geometry: PageGeometry, modules: Sequence[ModuleShape]) -> int:
     """Pages that an adapter needs under `geometry` (0x04D). The one place where page demand is derived.
 
@@ -259,8 +299,8 @@ class AdapterImage:
 
     key: semantic digest. kernel_digest: digest of the local kernel ABI, 64 hexadecimal characters; names the image.
     itemsize: bytes of a factor element. modules: int32 [modules, 5] of (layer, module, rank, float32 scale bits,
-    `vector_mask`): what the module must have, so that a vector that is missing as a whole is seen. extents: int32 [extents, 9] in the field order of `Extent`. pages: uint8 [pages, page_bytes]. checksums: int64
-    [pages] by `page_checksum`.
+    `vector_mask`): what the module must have, so that a vector that is missing as a whole is seen. extents: int32 [extents, 9] in the field order of `Extent`. pages: uint8 [pages, page_bytes], or [1,
+    block bytes] where the adapter takes a block. checksums: int64 [pages] by `page_checksum`.
     """
 
     key: str

@@ -71,7 +71,8 @@ class RegisterAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fiel
     Answered by one `Reply` when that is decided; an error leaves nothing registered.
 
     key: semantic digest. kernel_digest: names the image in the image store. pages: pages that it fills. ranks: (rank,
-    modules of that rank) pairs. modules: sorted adapted module kinds as `ids.Module` values.
+    modules of that rank) pairs. modules: sorted adapted module kinds as `ids.Module` values. size_class: 0 for whole
+    pages, else pages is 1 and it takes a block of a slab page.
     """
 
     call_id: int
@@ -81,6 +82,7 @@ class RegisterAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fiel
     ranks: tuple[tuple[int, int], ...]
     modules: tuple[int, ...]
     host_bytes: int
+    size_class: int = 0
 
 
 class RemoveAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -29,12 +29,13 @@ OPEN_COLUMNS: Final = (
     "frequency", "seed_low", "seed_high", "bias", "history",
 )  # fmt: skip
 COPY_DIGEST_WORDS: Final = 8
-COPY_COLUMNS: Final = COPY_DIGEST_WORDS + 3
+COPY_COLUMNS: Final = COPY_DIGEST_WORDS + 5
+COPY_SLOT, COPY_GENERATION, COPY_PAGES, COPY_CLASS, COPY_BLOCK = range(COPY_DIGEST_WORDS, COPY_COLUMNS)
 NO_REFERENCE: Final = -1
 
 PLAN_FORMAT: Final = PackedFormat(
     magic=0x6C70_6C6E,
-    version=2,
+    version=3,
     scalars=("generation", "reference", "prefills", "decodes", "doff"),
     sections=(
         Section("tokens"),
@@ -60,6 +61,7 @@ PLAN_FORMAT: Final = PackedFormat(
         Section("publishes", 2),
         Section("retires", 2),
         Section("scrub_pages"),
+        Section("scrub_blocks", 3),
     ),
     fault=ErrorCode.PLAN_MALFORMED,
 )
@@ -96,9 +98,11 @@ class BatchPlan:
     open_bias [*, 2] (token, float32 bits) and `history` tokens of open_history belong to it, in order. History (all
     tokens known so far) is sent only where penalties use it.
     page_deltas [*, 3]: (request slot, index in its page table, page).
-    copies [*, 11]: eight words of the image's kernel digest, adapter slot, generation, pages; copy_pages: the pages of
-    all copies, in order. publishes, retires [*, 2]: (adapter slot, generation).
-    scrub_pages: freed pages that are filled with 0xFF before the step (tests).
+    copies [*, 13]: eight words of the image's kernel digest, adapter slot, generation, pages, size class, block; copy_pages:
+    the pages of all copies, in order. Class 0 stands for whole pages; an image of a class above has one page and lies in
+    this block of it, beside blocks of others. publishes, retires [*, 2]: (adapter slot, generation).
+    scrub_pages: freed pages that are filled with 0xFF before the step (tests); scrub_blocks [*, 3]: (page, size class,
+    block) of freed blocks, the same.
     """
 
     generation: int
@@ -129,6 +133,7 @@ class BatchPlan:
     publishes: I32 = field(default_factory=lambda: empty(2))
     retires: I32 = field(default_factory=lambda: empty(2))
     scrub_pages: I32 = field(default_factory=empty)
+    scrub_blocks: I32 = field(default_factory=lambda: empty(3))
 
     @property
     def rows(self) -> int:

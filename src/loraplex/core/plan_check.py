@@ -13,8 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.layout import MAX_SIZE_CLASS
 from loraplex.core.packed import I32, empty
-from loraplex.core.plan import NO_REFERENCE, BatchPlan, mask_width
+from loraplex.core.plan import (
+    COPY_BLOCK,
+    COPY_CLASS,
+    COPY_PAGES,
+    COPY_SLOT,
+    NO_REFERENCE,
+    BatchPlan,
+    mask_width,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,19 +223,9 @@ def _check_deltas(plan: BatchPlan, bounds: PlanBounds) -> None:
         "a page delta lies outside the page table",
     )
     _require(_within(deltas[:, 2], 1, bounds.num_pages), code, "a page delta names the null page or none")
-    _require(_within(plan.copy_pages, 1, bounds.num_pages), code, "a copy names the null page or none")
-    _require(np.unique(plan.copy_pages).size == plan.copy_pages.size, code, "two copies share a page")
-    _require(
-        int(plan.copies[:, 10].sum()) == plan.copy_pages.size and (plan.copies[:, 10] >= 0).all(), code,
-        "copies and their pages disagree",
-    )  # fmt: skip
-    _require(
-        not np.isin(plan.copy_pages, deltas[:, 2]).any(),
-        code,
-        "a page is handed to a request and to a copy at once",
-    )
+    _check_copies(plan, bounds)
     for name, slots in (
-        ("copy", plan.copies[:, 8]),
+        ("copy", plan.copies[:, COPY_SLOT]),
         ("publication", plan.publishes[:, 0]),
         ("retirement", plan.retires[:, 0]),
     ):
@@ -249,3 +248,37 @@ def _check_deltas(plan: BatchPlan, bounds: PlanBounds) -> None:
         ErrorCode.PLAN_MALFORMED, "opens disagree with their bias entries or history",
     )  # fmt: skip
     _require(_within(plan.scrub_pages, 1, bounds.num_pages), code, "a scrub names the null page or none")
+    page, size_class, block = plan.scrub_blocks.T
+    _require(
+        _within(page, 1, bounds.num_pages) and _within(size_class, 1, MAX_SIZE_CLASS + 1) and _blocks_exist(size_class, block),
+        code, "a scrub names no block",
+    )  # fmt: skip
+
+
+def _blocks_exist(size_class: I32, block: I32) -> bool:
+    return bool((block >= 0).all() and (block < 1 << size_class).all())
+
+
+def _check_copies(plan: BatchPlan, bounds: PlanBounds) -> None:
+    """Copies land in pages of the pool, no two of them in one byte, none where a request is given a page."""
+    code, copies, pages = ErrorCode.PLAN_PAGE_TABLE, plan.copies, plan.copy_pages
+    counts, size_class, block = copies[:, COPY_PAGES], copies[:, COPY_CLASS], copies[:, COPY_BLOCK]
+    _require(_within(pages, 1, bounds.num_pages), code, "a copy names the null page or none")
+    _require(
+        (counts >= 0).all() and int(counts.sum()) == pages.size, code, "copies and their pages disagree"
+    )
+    _require(
+        _within(size_class, 0, MAX_SIZE_CLASS + 1) and _blocks_exist(size_class, block), code,
+        "a copy names no block",
+    )  # fmt: skip
+    _require(((size_class == 0) | (counts == 1)).all(), code, "a copy into a block has other than one page")
+    classes, blocks = np.repeat(size_class, counts), np.repeat(block, counts)
+    order = np.lexsort((blocks, classes, pages))
+    page, kind, place = pages[order], classes[order], blocks[order]
+    again = page[1:] == page[:-1]
+    apart = (kind[1:] == kind[:-1]) & (kind[1:] > 0) & (place[1:] != place[:-1])
+    _require((~again | apart).all(), code, "two copies share a page, or a block of it")
+    _require(
+        not np.isin(pages, plan.page_deltas[:, 2]).any(), code,
+        "a page is handed to a request and to a copy at once",
+    )  # fmt: skip

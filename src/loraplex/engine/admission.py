@@ -142,8 +142,9 @@ def demand_of(state: EngineState, record: RequestRecord, ready: Readiness) -> De
     kv, known = state.limits.kv, int(record.tokens.size)
     initial = kv.pages_for(known)
     horizon = min(state.limits.growth_horizon, max(record.remaining_outputs - 1, 0))
-    adapter = record.entry.page_count if ready is not Readiness.READY and record.entry is not None else 0
-    return Demand(adapter, initial, kv.pages_for(known + horizon) - initial, len(state.by_slot))
+    cold = record.entry if ready is not Readiness.READY else None
+    growth = kv.pages_for(known + horizon) - initial
+    return pressure.demand(state, cold, initial, growth, len(state.by_slot))
 
 
 def bind(state: EngineState, record: RequestRecord) -> None:

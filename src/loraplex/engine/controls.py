@@ -16,12 +16,13 @@ import numpy as np
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.messages import LoadAdapter, PinAdapter, PrefetchAdapter, Reply, SetLimits
-from loraplex.engine import hosting, loads, pressure
+from loraplex.engine import hosting, loads, offers, pressure
+from loraplex.engine.offers import image_bytes
 from loraplex.engine.records import Purpose, Want
 from loraplex.engine.residency import describe, find
 from loraplex.engine.state import EngineState
 from loraplex.memory.residency import AdapterEntry, AdapterState
-from loraplex.memory.transaction import Demand, Transaction, prefetch_safe
+from loraplex.memory.transaction import Transaction, prefetch_safe
 
 SHADOW_TRIES: Final = 4
 """Steps that a shadow load looks for pages in: what the plans in flight still name is free after them."""
@@ -63,7 +64,7 @@ def pin(state: EngineState, message: PinAdapter) -> None:
         if entry.pin_count == 1:
             state.pinned[entry.key] = entry
             state.wants.append(Want(entry, Purpose.PIN, 0))
-    state.outbox.append(Reply(message.call_id, body=describe(entry)))
+    state.outbox.append(Reply(message.call_id, body=describe(state, entry)))
 
 
 def _require_possible(state: EngineState, entry: AdapterEntry) -> None:
@@ -74,7 +75,7 @@ def _require_possible(state: EngineState, entry: AdapterEntry) -> None:
 
 def _require_pinnable(state: EngineState, entry: AdapterEntry) -> None:
     _require_possible(state, entry)
-    pages = entry.page_count + pressure.pinned_pages(state.pinned.values(), entry)
+    pages = pressure.pinned_with(state, entry)
     if pages > state.caps.adapter_pages:
         raise CapacityError(
             ErrorCode.POOL_EXHAUSTED,
@@ -102,7 +103,7 @@ def set_limits(state: EngineState, message: SetLimits) -> None:
     pages, slots, host = message.adapter_pages, message.resident_adapters, message.host_bytes
     if pages is not None:
         _within("adapter_pages", pages, 0, state.pool.usable)
-        held = pressure.pinned_pages(state.pinned.values())
+        held = pressure.pinned_pages(state)
         if held > pages:
             raise CapacityError(
                 ErrorCode.POOL_EXHAUSTED,
@@ -138,7 +139,7 @@ def limits_of(state: EngineState) -> dict[str, int]:
         "adapter_pages": state.caps.adapter_pages,
         "resident_adapters": state.caps.resident_adapters,
         "host_bytes": state.host.limit_bytes,
-        "adapter_pages_over": max(pressure.adapter_pages(state) - state.caps.adapter_pages, 0),
+        "adapter_pages_over": max(state.adapter_pages - state.caps.adapter_pages, 0),
         "resident_adapters_over": max(len(state.occupied) - state.caps.resident_adapters, 0),
         "host_bytes_over": state.host.excess_bytes,
     }
@@ -146,22 +147,29 @@ def limits_of(state: EngineState) -> dict[str, int]:
 
 def enforce(state: EngineState) -> None:
     """Let go of what is above the limits and can go now."""
-    over_pages = pressure.adapter_pages(state) - state.caps.adapter_pages
+    over_pages = state.adapter_pages - state.caps.adapter_pages
     over_slots = len(state.occupied) - state.caps.resident_adapters
-    for candidate in _ranked(state) if over_pages > 0 or over_slots > 0 else ():
-        if over_pages <= 0 and over_slots <= 0:
+    for offer in offers.ranked(state, offers.of_pages(state)) if over_pages > 0 else ():
+        if over_pages <= 0:
             break
-        pressure.evict(state, candidate)
-        over_pages -= candidate.page_count
+        over_pages -= offer.candidate.pages
+        over_slots -= len(offer.entries)
+        for entry in offer.entries:
+            pressure.evict(state, entry)
+    for entry in _ranked(state) if over_slots > 0 else ():
+        if over_slots <= 0:
+            break
         over_slots -= 1
+        pressure.evict(state, entry)
     if state.host.excess_bytes:
         room = sum(image.nbytes for image in state.host.droppable())
         hosting.free_bytes(state, min(state.host.excess_bytes, room) if room else state.host.excess_bytes)
 
 
 def _ranked(state: EngineState) -> list[AdapterEntry]:
-    chosen = pressure.choose(state, 0, count=len(pressure.candidates(state)))
-    return chosen or []
+    """Adapters that may go, one by one."""
+    own = [offer for offer in offers.of_pages(state) if not offer.entries[0].size_class]
+    return [offer.entries[0] for offer in offers.ranked(state, own + offers.of_blocks(state))]
 
 
 def serve(state: EngineState) -> None:
@@ -178,7 +186,7 @@ def serve(state: EngineState) -> None:
             if not done:
                 state.wants.append(wanted)
             elif wanted.call_id:
-                state.outbox.append(Reply(wanted.call_id, body=describe(wanted.entry)))
+                state.outbox.append(Reply(wanted.call_id, body=describe(state, wanted.entry)))
 
 
 def _advance(state: EngineState, wanted: Want) -> bool:
@@ -192,7 +200,7 @@ def _advance(state: EngineState, wanted: Want) -> bool:
         return False
     if entry.state is AdapterState.ABSENT:
         return _advance_to_host(state, wanted)
-    demand = Demand(entry.page_count, 0, 0, len(state.by_slot))
+    demand = pressure.demand(state, entry, guard=len(state.by_slot))
     if purpose.speculative:
         transaction = speculative(state, entry)
     else:
@@ -207,7 +215,7 @@ def _advance(state: EngineState, wanted: Want) -> bool:
         case Purpose.PREFETCH:
             raise CapacityError(
                 ErrorCode.POOL_EXHAUSTED,
-                f"a prefetch takes only pages that nobody will want: {entry.page_count} are needed, "
+                f"a prefetch takes only pages that nobody will want: {demand.adapter} are needed, "
                 f"{max(state.pool.free - committed_growth(state) - len(state.by_slot), 0)} are left; pin or use the adapter",
             )
         case Purpose.SHADOW if wanted.tries >= SHADOW_TRIES:
@@ -231,17 +239,17 @@ def _advance_to_host(state: EngineState, wanted: Want) -> bool:
         return False
     raise CapacityError(
         ErrorCode.HOST_MEMORY_EXHAUSTED,
-        f"the image needs {pressure.image_bytes(state, entry)} bytes of host memory, {state.host.used_bytes} of "
+        f"the image needs {image_bytes(state, entry)} bytes of host memory, {state.host.used_bytes} of "
         f"{state.host.limit_bytes} are taken; raise the limit or try again later",
     )
 
 
 def speculative(state: EngineState, entry: AdapterEntry) -> Transaction | None:
     """Pages for a load that nobody waits for, if they are free beyond what admitted requests will want (0x09J)."""
-    guard = len(state.by_slot)
-    if not prefetch_safe(entry.page_count, state.pool.free, committed_growth(state), guard):
+    demand = pressure.demand(state, entry, guard=len(state.by_slot))
+    if not prefetch_safe(demand.adapter, state.pool.free, committed_growth(state), demand.guard):
         return None
-    return pressure.reserve(state, Demand(entry.page_count, 0, 0, guard), entry, evicting=False)
+    return pressure.reserve(state, demand, entry, evicting=False)
 
 
 def committed_growth(state: EngineState) -> int:

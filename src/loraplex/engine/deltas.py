@@ -10,9 +10,17 @@ from collections.abc import Container
 import numpy as np
 
 from loraplex.core.packed import I32, empty, float_bits
-from loraplex.core.plan import COPY_COLUMNS, COPY_DIGEST_WORDS, OPEN_COLUMNS
+from loraplex.core.plan import (
+    COPY_COLUMNS,
+    COPY_DIGEST_WORDS,
+    COPY_GENERATION,
+    COPY_PAGES,
+    COPY_SLOT,
+    OPEN_COLUMNS,
+)
 from loraplex.engine.records import RequestRecord
 from loraplex.memory.residency import SlotDirectory
+from loraplex.memory.slabs import Block
 from loraplex.schedule.packing import Deltas
 from loraplex.schedule.running import RunningTable
 
@@ -76,11 +84,16 @@ class PendingDeltas:
         if len(deltas):
             self._add("page_deltas", deltas)
 
-    def copy(self, kernel_digest: str, slot: int, generation: int, pages: I32) -> None:
-        """Copy an adapter image into `pages` for (slot, generation)."""
-        row = np.empty((1, COPY_COLUMNS), dtype=np.int32)
+    def copy(self, kernel_digest: str, slot: int, generation: int, place: I32 | Block) -> None:
+        """Copy an adapter image into its pages, or its block, for (slot, generation)."""
+        row = np.zeros((1, COPY_COLUMNS), dtype=np.int32)
         row[0, :COPY_DIGEST_WORDS] = digest_words(kernel_digest)
-        row[0, COPY_DIGEST_WORDS:] = slot, generation, pages.size
+        if isinstance(place, Block):
+            row[0, COPY_DIGEST_WORDS:] = slot, generation, 1, place.size_class, place.index
+            pages = np.array([place.page], dtype=np.int32)
+        else:
+            row[0, COPY_SLOT : COPY_PAGES + 1] = slot, generation, place.size
+            pages = place
         self._add("copies", row)
         self._add("copy_pages", pages)
 
@@ -97,6 +110,10 @@ class PendingDeltas:
         if pages.size:
             self._add("scrub_pages", pages)
 
+    def scrub_block(self, page: int, size_class: int, index: int) -> None:
+        """Fill a freed block with 0xFF."""
+        self._add("scrub_blocks", np.array([[page, size_class, index]], dtype=np.int32))
+
     def take(
         self, table: RunningTable, copying: Container[tuple[int, int]], directory: SlotDirectory
     ) -> Deltas:
@@ -105,8 +122,8 @@ class PendingDeltas:
         An open applies while its slot runs the same incarnation, a page-table entry while the table still has it: a
         request may have been preempted or ended since. A copy applies while it is in `copying`: one that a failed plan
         had started may have ended before that plan gave its deltas back. A publication applies while the directory is
-        still at its generation: behind its retirement it would be another's. A page is not scrubbed again where a copy
-        that was given back may have filled it: the copy is not made twice.
+        still at its generation: behind its retirement it would be another's. A page, or a block of one, is not scrubbed again
+        where a copy that was given back may have filled it: the copy is not made twice.
         """
         taken = {name: _join(name, parts) for name, parts in self._parts.items()}
         self._parts = {name: [] for name in _WIDTHS}
@@ -126,12 +143,15 @@ class PendingDeltas:
             taken["publishes"] = taken["publishes"][np.array(held)]
         copies = taken["copies"]
         if len(copies):
-            pairs = copies[:, COPY_DIGEST_WORDS : COPY_DIGEST_WORDS + 2].tolist()
+            pairs = copies[:, COPY_SLOT : COPY_GENERATION + 1].tolist()
             open_still = np.array([(slot, generation) in copying for slot, generation in pairs])
-            taken["copy_pages"] = taken["copy_pages"][np.repeat(open_still, copies[:, -1])]
+            taken["copy_pages"] = taken["copy_pages"][np.repeat(open_still, copies[:, COPY_PAGES])]
             taken["copies"] = copies[open_still]
         scrubs, filled, self._maybe_filled = taken["scrub_pages"], self._maybe_filled, empty()
         taken["scrub_pages"] = scrubs[~np.isin(scrubs, filled)] if filled.size else scrubs
+        if filled.size:
+            blocks = taken["scrub_blocks"]
+            taken["scrub_blocks"] = blocks[~np.isin(blocks[:, 0], filled)]
         return Deltas(**taken)
 
     def restore(self, deltas: Deltas) -> None:
@@ -148,7 +168,7 @@ class PendingDeltas:
 
 _WIDTHS = {
     "opens": len(OPEN_COLUMNS), "open_bias": 2, "open_history": 1, "page_deltas": 3, "copies": COPY_COLUMNS,
-    "copy_pages": 1, "publishes": 2, "retires": 2, "scrub_pages": 1,
+    "copy_pages": 1, "publishes": 2, "retires": 2, "scrub_pages": 1, "scrub_blocks": 3,
 }  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from loraplex.core.events import HostDropped, HostFetched
 from loraplex.core.ports import Fetched
 from loraplex.engine import pressure
 from loraplex.engine.failures import count_failure
-from loraplex.engine.pressure import image_bytes, move
+from loraplex.engine.offers import image_bytes
+from loraplex.engine.pressure import move
 from loraplex.engine.state import EngineState
 from loraplex.memory import eviction
 from loraplex.memory.host import HostState

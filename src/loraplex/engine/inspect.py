@@ -23,10 +23,11 @@ def inspect_engine(state: EngineState) -> dict[str, Any]:
             "kv": counts.kv,
             "page_bytes": counts.page_bytes,
         },
+        "slabs": asdict(state.pool.slabs.counts()),
         "requests": {"running": len(state.by_slot), "waiting": len(state.queue), "live": len(state.records)},
         "steps": {"launched": state.launched, "committed": state.committed},
         "preemptions": state.preemptions,
-        "pins": {"adapters": len(state.pinned), "pages": pinned_pages(state.pinned.values())},
+        "pins": {"adapters": len(state.pinned), "pages": pinned_pages(state)},
         "host": {
             "images": len(state.host),
             "fetching": state.host.fetching,
@@ -47,8 +48,8 @@ def inspect_engine(state: EngineState) -> dict[str, Any]:
             "by_purpose": dict(state.traffic.by_purpose),
         },
         "prefetch": asdict(state.speculation),
-        "adapters": [describe(entry) for entry in state.adapters.values()]
-        + [describe(entry) for entry, _ in state.departing],
+        "adapters": [describe(state, entry) for entry in state.adapters.values()]
+        + [describe(state, entry) for entry, _ in state.departing],
         "limits": {
             "max_requests": state.limits.max_requests,
             "max_model_len": state.limits.max_model_len,

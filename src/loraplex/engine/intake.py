@@ -166,6 +166,7 @@ def _feasible(state: EngineState, message: Submit, prompt: I32) -> AdapterEntry 
                 param="model",
             )
     kv_pages = limits.kv.pages_for(total)
+    # A small adapter counts a page here: in the empty pool there is no slab to share.
     refusal = pressure.too_large(
         state, kv_pages + (entry.page_count if entry is not None else 0)
     ) or pressure.impossible(state, entry, kv_pages)

@@ -27,7 +27,7 @@ def check(state: EngineState) -> None:
 
 
 def _check_adapters(state: EngineState) -> None:
-    owned = 0
+    owned = blocks = 0
     holds: dict[str, int] = {}
     for slot, entry in state.occupied.items():
         holds[entry.kernel_digest] = holds.get(entry.kernel_digest, 0) + 1
@@ -43,20 +43,33 @@ def _check_adapters(state: EngineState) -> None:
             raise InternalFault(
                 ErrorCode.PAGE_OWNER, f"adapter {entry.key[:12]} does not own the pages that it names"
             )
-    if state.occupied_pages != sum(entry.page_count for entry in state.occupied.values()):
+        if entry.block is not None:
+            blocks += 1
+            if not state.pool.slabs.owned_by(entry.block, entry.slot, entry.generation):
+                raise InternalFault(
+                    ErrorCode.PAGE_OWNER, f"adapter {entry.key[:12]} does not own the block that it names"
+                )
+    own = sum(entry.page_count for entry in state.occupied.values() if not entry.size_class)
+    if state.occupied_pages != own:
         raise InternalFault(
             ErrorCode.PAGE_CONSERVATION,
             f"adapters are counted with {state.occupied_pages} pages, they have others",
         )
     counts = state.pool.counts()
-    if counts.adapter != owned:
+    if counts.adapter - counts.slab != owned:
         raise InternalFault(
-            ErrorCode.PAGE_CONSERVATION, f"{counts.adapter} adapter pages, adapters name {owned}"
+            ErrorCode.PAGE_CONSERVATION, f"{counts.adapter - counts.slab} adapter pages, adapters name {owned}"
         )
-    reserved = 0
+    slabs = state.pool.slabs.counts()
+    if slabs.owned_blocks != blocks:
+        raise InternalFault(
+            ErrorCode.PAGE_CONSERVATION, f"{slabs.owned_blocks} blocks are owned, adapters name {blocks}"
+        )
+    reserved = reserved_blocks = 0
     for job in state.loads.values():
         transaction = job.transaction
         reserved += transaction.adapter_pages.size + transaction.kv_pages.size + transaction.spare.size
+        reserved_blocks += (transaction.block is not None) + len(transaction.spare_blocks)
         for owed in transaction.victims:
             digest = owed.entry.kernel_digest
             holds[digest] = holds.get(digest, 0) + 1
@@ -65,6 +78,11 @@ def _check_adapters(state: EngineState) -> None:
                     ErrorCode.TRANSACTION_STATE,
                     f"adapter {owed.entry.key[:12]} is {owed.entry.state} while a transaction owes it its pages",
                 )
+    if slabs.reserved_blocks != reserved_blocks:
+        raise InternalFault(
+            ErrorCode.PAGE_CONSERVATION,
+            f"{slabs.reserved_blocks} reserved blocks, loads under way hold {reserved_blocks}",
+        )
     if counts.reserved != reserved:
         raise InternalFault(
             ErrorCode.PAGE_CONSERVATION, f"{counts.reserved} reserved pages, loads under way hold {reserved}"

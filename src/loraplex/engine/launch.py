@@ -65,6 +65,7 @@ def launch(state: EngineState, backend: Backend, flight: Flight) -> bool:
     for slot in plan.group_adapters.tolist():
         state.entry_of_slot[slot].last_plan = plan.generation
     state.pool.name(plan.scrub_pages, plan.generation)
+    state.pool.slabs.name(plan.scrub_blocks, plan.generation)
     state.flights.append(flight)
     return True
 

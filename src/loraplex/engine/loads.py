@@ -32,7 +32,7 @@ def begin(
     slot, generation = state.directory.take()
     entry.slot, entry.generation = slot, generation
     state.occupied[slot] = entry
-    state.occupied_pages += entry.page_count
+    state.occupied_pages += 0 if entry.size_class else entry.page_count
     state.host.hold(entry.kernel_digest)
     move(state, entry, AdapterState.RESERVED)
     state.loads[(slot, generation)] = LoadJob(entry, slot, generation, transaction, purpose, record)
@@ -47,14 +47,14 @@ def pump(state: EngineState) -> None:
     if state.by_slot:
         room = min(room, 1)  # a start reads the image's tables in the step's own time
     for job in sorted(waiting, key=lambda job: job.purpose):
-        pages = job.transaction.adapter_pages
-        fence = state.pool.fence_of(pages)
+        fence = job.transaction.adapter_fence
         same_stream = state.limits.copies_on_compute_stream
         if room <= 0 or not eviction.reusable(fence, state.committed, on_compute_stream=same_stream):
             continue
         if not same_stream:
-            state.pool.require_fence(pages, state.committed)
-        state.deltas.copy(job.entry.kernel_digest, job.slot, job.generation, pages)
+            job.transaction.require_fence(state.committed)
+        place = job.transaction.block or job.transaction.adapter_pages
+        state.deltas.copy(job.entry.kernel_digest, job.slot, job.generation, place)
         job.entry.inflight_events += 1
         job.started = True
         move(state, job.entry, AdapterState.LOADING)
@@ -83,7 +83,10 @@ def finish(state: EngineState, slot: int, generation: int, intact: bool) -> Load
 def _publish(state: EngineState, job: LoadJob) -> None:
     entry = job.entry
     move(state, entry, AdapterState.VALIDATED)
-    entry.pages = job.transaction.commit_adapter(job.slot, job.generation)
+    if entry.size_class:
+        entry.block = job.transaction.commit_block(job.slot, job.generation)
+    else:
+        entry.pages = job.transaction.commit_adapter(job.slot, job.generation)
     state.entry_of_slot[job.slot] = entry
     state.deltas.publish(job.slot, job.generation)
     entry.last_touch = state.launched
@@ -130,7 +133,7 @@ def _roll_back(state: EngineState, job: LoadJob, error: InternalFault) -> None:
 
 
 def _restore(state: EngineState, source: Transaction, place: Restoration) -> None:
-    """Load a victim into its own pages again, from its host image; one that is no longer wanted gives them up."""
+    """Load a victim into its own pages again, or into a block, from its host image; one that is no longer wanted gives them up."""
     victim = place.entry
     if victim.removing or not state.directory.free:
         source.give_up(place, state.launched)

@@ -1,24 +1,24 @@
 """Pressure on the pool: who gives pages up for whom, and what can never be had.
 
-Eligibility, ranking and reuse are `memory.eviction`'s; here they are applied to the engine's adapters. Eviction for
-requests' growth frees pages at once, because that work is ordered after every launch that used them. A load takes its
-victims' pages inside its transaction.
+What could give way is `offers`'. Eviction for requests' growth frees pages at once, because that work is ordered after
+every launch that used them. A load takes its victims' pages inside its transaction.
 
 Specification: 0x05C, 0x05D; DESIGN 4 "Residency", "Leases" (pins).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
-from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
+from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.events import PrefetchReleased
+from loraplex.engine import offers
+from loraplex.engine.offers import image_bytes
 from loraplex.engine.state import EngineState
-from loraplex.memory import eviction
-from loraplex.memory.eviction import Candidate, PageClass
-from loraplex.memory.pages import PageState
 from loraplex.memory.residency import AdapterEntry, AdapterState
-from loraplex.memory.transaction import Demand, Transaction
+from loraplex.memory.transaction import Demand, Transaction, block_pages
 
 
 def move(state: EngineState, entry: AdapterEntry, after: AdapterState) -> None:
@@ -26,54 +26,24 @@ def move(state: EngineState, entry: AdapterEntry, after: AdapterState) -> None:
     state.note_move(entry, entry.move(after))
 
 
-def adapter_pages(state: EngineState) -> int:
-    """Pages that adapters hold or have reserved."""
-    return state.occupied_pages
-
-
-def candidates(state: EngineState, keep: AdapterEntry | None = None) -> list[tuple[Candidate, AdapterEntry]]:
-    """Adapters that satisfy the full eviction predicate, priced. Two of them may have one key: one is leaving."""
-    page_ns = state.pool.page_bytes * 1_000_000_000 // state.limits.copy_bytes_per_s
-    return [
-        (
-            Candidate(
-                PageClass.ADAPTER, entry.key, entry.page_count, entry.page_count * page_ns, entry.last_touch
-            ),
-            entry,
-        )
-        for entry in state.occupied.values()
-        if entry is not keep and eviction.eligible(entry, state.committed)
-    ]
-
-
-def choose(
-    state: EngineState, pages_needed: int, *, keep: AdapterEntry | None = None, count: int = 0, floor: int = 0
-) -> list[AdapterEntry] | None:
-    """Victims that cover `pages_needed` and free `count` slots, or None. floor: adapter pages that stay."""
-    offered = candidates(state, keep)
-    chosen = eviction.choose(
-        [candidate for candidate, _ in offered],
-        pages_needed,
-        now=state.launched,
-        ranking=eviction.RANKINGS[state.limits.ranking],
-        held={PageClass.ADAPTER: adapter_pages(state)},
-        floors={PageClass.ADAPTER: floor},
-        count_needed=count,
-    )
-    if chosen is None:
-        return None
-    entries = {id(candidate): entry for candidate, entry in offered}
-    return [entries[id(candidate)] for candidate in chosen]
-
-
 def reclaimable_pages(state: EngineState, keep: AdapterEntry | None = None) -> int:
-    """Pages of adapters that satisfy the full eviction predicate (0x05C)."""
-    return sum(candidate.pages for candidate, _ in candidates(state, keep))
+    """Pages of what satisfies the full eviction predicate (0x05C)."""
+    return sum(offer.candidate.pages for offer in offers.of_pages(state, keep))
+
+
+def demand(
+    state: EngineState, entry: AdapterEntry | None, kv_initial: int = 0, kv_growth: int = 0, guard: int = 0
+) -> Demand:
+    """The joint demand of a cold adapter, or of none, with KV pages (0x05C): a small one costs a page only where no block is free."""
+    if entry is None:
+        return Demand(0, kv_initial, kv_growth, guard)
+    pages = block_pages(state.pool, entry.size_class) if entry.size_class else entry.page_count
+    return Demand(pages, kv_initial, kv_growth, guard, entry.size_class)
 
 
 def evict_for(state: EngineState, pages_needed: int, keep: AdapterEntry | None = None) -> bool:
     """Evict idle adapters until `pages_needed` pages were freed; False, with nothing changed, when they do not."""
-    victims = choose(state, pages_needed, keep=keep, floor=state.limits.adapter_floor)
+    victims = offers.choose(state, pages_needed, keep=keep, floor=state.limits.adapter_floor)
     if victims is None:
         return False
     for victim in victims:
@@ -98,8 +68,7 @@ def retire(state: EngineState, entry: AdapterEntry) -> None:
 
 def reclaim(state: EngineState, entry: AdapterEntry) -> None:
     """Unpublish a retiring adapter and give its pages back."""
-    state.free_pages(entry.pages, PageState.ADAPTER, entry.slot, entry.generation)
-    entry.pages = entry.pages[:0]
+    state.free_place(entry)
     unpublish(state, entry)
     state.host.let_go(entry.kernel_digest)
 
@@ -114,7 +83,7 @@ def leave_slot(state: EngineState, entry: AdapterEntry) -> None:
     """Give a slot back: its generation grows, so that no handle to it is valid again."""
     state.directory.give_back(entry.slot, entry.generation)
     del state.occupied[entry.slot]
-    state.occupied_pages -= entry.page_count
+    state.occupied_pages -= 0 if entry.size_class else entry.page_count
     entry.slot = entry.generation = 0
 
 
@@ -131,22 +100,69 @@ def reserve(state: EngineState, demand: Demand, entry: AdapterEntry, *, evicting
 
     evicting: whether other adapters may be evicted for it.
     """
-    over = adapter_pages(state) + demand.adapter - state.caps.adapter_pages
-    pages = max(demand.required - state.pool.free, over, 0)
-    slots = len(state.occupied) + 1 - min(state.caps.resident_adapters, state.limits.max_adapter_slots - 1)
-    victims: list[AdapterEntry] | None = []
-    if pages or slots > 0:
-        victims = choose(state, pages, keep=entry, count=max(slots, 0)) if evicting else None
-    if victims is None:
+    room = _room(state, demand, entry, evicting)
+    if room is None:
         return None
+    demand, victims = room
     for victim in victims:
         retire(state, victim)
     transaction = Transaction.reserve(
         state.next_transaction(), state.pool, demand, victims=victims, last_launch=state.launched
     )
+    if transaction is None:
+        raise InternalFault(
+            ErrorCode.TRANSACTION_STATE,
+            f"{len(victims)} victims were chosen for {demand} and do not cover it",
+        )
     for victim in victims:
         unpublish(state, victim)
     return transaction
+
+
+def _room(
+    state: EngineState, demand: Demand, entry: AdapterEntry, evicting: bool
+) -> tuple[Demand, list[AdapterEntry]] | None:
+    """The victims that make room, and the demand that is left; None when nothing does.
+
+    A small adapter for which a page would have to be cut may take the block of one of its class instead: whichever of
+    the two ranking gives up first, and the other where that does not suffice.
+    """
+    if demand.size_class and not demand.adapter:
+        return _with_victims(state, demand, entry, evicting, spared=state.pool.slabs.next_page(demand.size_class))
+    as_pages = _with_victims(state, demand, entry, evicting)
+    if not demand.size_class or not evicting or (as_pages is not None and not as_pages[1]):
+        return as_pages
+    donors = offers.of_blocks(state, entry, demand.size_class)
+    order = offers.ranked(state, offers.of_pages(state, entry) + donors)
+    donor = next((offer for offer in order if not offer.candidate.pages), None)
+    if donor is None or donor.entries[0].block is None:
+        return as_pages
+    if as_pages is not None and order[0] is not donor:
+        return as_pages
+    block = donor.entries[0].block
+    return _with_victims(
+        state, replace(demand, adapter=0), entry, evicting, spared=block.page, first=[donor.entries[0]]
+    )
+
+
+def _with_victims(
+    state: EngineState,
+    demand: Demand,
+    entry: AdapterEntry,
+    evicting: bool,
+    *,
+    spared: int = 0,
+    first: Sequence[AdapterEntry] = (),
+) -> tuple[Demand, list[AdapterEntry]] | None:
+    """What goes beside `first` for this demand. spared: the slab page that the demand's block lies in."""
+    over = state.adapter_pages + demand.adapter - state.caps.adapter_pages
+    pages = max(demand.required - state.pool.free, over, 0)
+    slots = len(state.occupied) + 1 - min(state.caps.resident_adapters, state.limits.max_adapter_slots - 1)
+    slots = max(slots - len(first), 0)
+    if not pages and not slots:
+        return demand, list(first)
+    victims = offers.choose(state, pages, keep=entry, count=slots, spared=spared, gone=first) if evicting else None
+    return None if victims is None else (demand, [*first, *victims])
 
 
 def shortfall(state: EngineState, demand: Demand, entry: AdapterEntry) -> str:
@@ -154,7 +170,7 @@ def shortfall(state: EngineState, demand: Demand, entry: AdapterEntry) -> str:
     reclaimable = reclaimable_pages(state, entry)
     missing = max(
         demand.required - state.pool.free - reclaimable,
-        adapter_pages(state) + demand.adapter - reclaimable - state.caps.adapter_pages,
+        state.adapter_pages + demand.adapter - reclaimable - state.caps.adapter_pages,
     )
     if missing > 0:
         return (
@@ -169,7 +185,7 @@ def impossible(state: EngineState, entry: AdapterEntry | None, kv_pages: int) ->
     if entry is None:
         needed = kv_pages
     else:
-        needed = kv_pages + entry.page_count
+        needed = kv_pages + least_pages(state, entry)
         if entry.page_count > state.caps.adapter_pages:
             return CapacityError(
                 ErrorCode.POOL_EXHAUSTED,
@@ -185,7 +201,7 @@ def impossible(state: EngineState, entry: AdapterEntry | None, kv_pages: int) ->
                 f"the adapter's image has {image_bytes(state, entry)} bytes, pinned ones have {pinned_bytes}, "
                 f"the host limit is {state.host.limit_bytes}; raise it or unpin",
             )
-    held = pinned_pages(state.pinned.values(), entry)
+    held = pinned_pages(state, entry)
     if needed > state.pool.usable - held:
         return CapacityError(
             ErrorCode.POOL_EXHAUSTED,
@@ -203,8 +219,8 @@ def _beside_pins(state: EngineState, entry: AdapterEntry) -> CapacityError | Non
             ErrorCode.ADAPTER_SLOTS_EXHAUSTED,
             f"{others} adapters are pinned, {slots} may be resident; unpin one",
         )
-    held = pinned_pages(state.pinned.values(), entry)
-    if entry.page_count + held > state.caps.adapter_pages:
+    held = pinned_pages(state, entry)
+    if least_pages(state, entry) + held > state.caps.adapter_pages:
         return CapacityError(
             ErrorCode.POOL_EXHAUSTED,
             f"the adapter needs {entry.page_count} pages, pinned ones hold {held} of the "
@@ -223,11 +239,35 @@ def too_large(state: EngineState, pages: int) -> CallerError | None:
     )
 
 
-def pinned_pages(pinned: Iterable[AdapterEntry], but: AdapterEntry | None = None) -> int:
-    """Pages that pins hold or will hold, without those of `but`."""
-    return sum(entry.page_count for entry in pinned if entry is not but)
+def pinned_pages(state: EngineState, but: AdapterEntry | None = None) -> int:
+    """Pages that pins hold or will hold, without those of `but`.
+
+    Small ones count the slab pages that they lie in, once each; one that is not on the device counts a page, because
+    it may find no slab but one that is there for it alone.
+    """
+    pages = 0
+    for entry in state.pinned.values():
+        if entry is not but and entry.block is None:
+            pages += entry.page_count
+    return pages + len(_pinned_slabs(state, but))
 
 
-def image_bytes(state: EngineState, entry: AdapterEntry) -> int:
-    """Bytes of an adapter's image in host memory."""
-    return entry.page_count * state.pool.page_bytes
+def pinned_with(state: EngineState, entry: AdapterEntry) -> int:
+    """Pages that pins would hold if `entry` had one."""
+    if entry.block is None:
+        return entry.page_count + pinned_pages(state, entry)
+    return pinned_pages(state, entry) + (entry.block.page not in _pinned_slabs(state, entry))
+
+
+def _pinned_slabs(state: EngineState, but: AdapterEntry | None) -> set[int]:
+    pinned = state.pinned.values()
+    return {entry.block.page for entry in pinned if entry is not but and entry.block is not None}
+
+
+def least_pages(state: EngineState, entry: AdapterEntry) -> int:
+    """Pages that an adapter needs beside the pinned ones: none where one of their slabs has a block that is not pinned."""
+    if not entry.size_class:
+        return entry.page_count
+    taken = Counter(other.block.page for other in state.pinned.values()
+                    if other is not entry and other.block is not None and other.size_class == entry.size_class)  # fmt: skip
+    return 0 if any(count < 1 << entry.size_class for count in taken.values()) else 1

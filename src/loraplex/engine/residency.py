@@ -13,8 +13,10 @@ from typing import Final
 
 from loraplex.core.errors import CallerError, ErrorCode, InternalFault
 from loraplex.core.events import AdapterRevoked
+from loraplex.core.layout import MAX_SIZE_CLASS
 from loraplex.core.messages import RegisterAdapter, RemoveAdapter, Reply, RevokeAdapter
 from loraplex.engine.hosting import drop_unnamed
+from loraplex.engine.offers import image_bytes
 from loraplex.engine.pressure import move, note_prefetch, reclaim
 from loraplex.engine.records import Purpose, Want
 from loraplex.engine.state import EngineState
@@ -31,7 +33,7 @@ def register(state: EngineState, message: RegisterAdapter) -> None:
             raise InternalFault(
                 ErrorCode.IDENTITY_INVALID, f"adapter {message.key[:12]} arrived with another kernel image"
             )
-        state.outbox.append(Reply(message.call_id, body=describe(known)))
+        state.outbox.append(Reply(message.call_id, body=describe(state, known)))
         return
     _require_sound(message)
     if message.pages > state.pool.usable:
@@ -47,6 +49,7 @@ def register(state: EngineState, message: RegisterAdapter) -> None:
         ranks=message.ranks,
         modules=message.modules,
         host_bytes=message.host_bytes,
+        size_class=message.size_class,
     )
     state.adapters[entry.key] = entry
     state.sharers.setdefault(entry.kernel_digest, []).append(entry)
@@ -67,6 +70,11 @@ def _require_sound(message: RegisterAdapter) -> None:
         raise InternalFault(
             ErrorCode.OPERATOR_LAYOUT,
             f"an image of {message.pages} pages, {message.host_bytes} bytes and ranks {message.ranks} cannot be",
+        )
+    if not 0 <= message.size_class <= MAX_SIZE_CLASS or (message.size_class and message.pages != 1):
+        raise InternalFault(
+            ErrorCode.OPERATOR_LAYOUT,
+            f"an image of {message.pages} pages cannot take a block of size class {message.size_class}",
         )
 
 
@@ -125,12 +133,13 @@ def finish_departures(state: EngineState) -> None:
         state.sharers[entry.kernel_digest] = [e for e in state.sharers[entry.kernel_digest] if e is not entry]
         drop_unnamed(state, entry.kernel_digest)
         if call_id:
-            state.outbox.append(Reply(call_id, body=describe(entry)))
+            state.outbox.append(Reply(call_id, body=describe(state, entry)))
     state.departing = still
 
 
-def describe(entry: AdapterEntry) -> dict[str, object]:
-    """The engine's view of one adapter, for replies."""
+def describe(state: EngineState, entry: AdapterEntry) -> dict[str, object]:
+    """The engine's view of one adapter, for replies. device_pages: of its own; a block counts in device_bytes alone."""
+    placed = entry.block is not None or entry.pages.size > 0
     return {
         "key": entry.key,
         "state": entry.state.value,
@@ -138,6 +147,8 @@ def describe(entry: AdapterEntry) -> dict[str, object]:
         "slot": entry.slot,
         "generation": entry.generation,
         "device_pages": int(entry.pages.size),
+        "device_bytes": image_bytes(state, entry) if placed else 0,
+        "size_class": entry.size_class,
         "page_count": entry.page_count,
         "host_bytes": entry.host_bytes,
         "on_host": entry.host_source_verified,

@@ -9,10 +9,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from loraplex.core.errors import LoraplexError
 from loraplex.core.events import AdapterTransition, Event, RequestFinished
 from loraplex.core.messages import Ended, FromEngine
-from loraplex.core.packed import I32
+from loraplex.core.packed import I32, empty
 from loraplex.core.plan import BatchPlan
 from loraplex.core.ports import Clock, Grammars, Loader
 from loraplex.engine.config import EngineLimits
@@ -73,8 +75,8 @@ class EngineState:
     """Pool, adapters, requests, queue, flights, outgoing messages and events.
 
     adapters: registered ones by key. departing: removed ones that are still in use, with the call that hears of their
-    end. occupied: adapter slots that are taken, with or without a published adapter; occupied_pages: pages of them all. sharers: adapters that have not left,
-    by the kernel digest of their image. pinned: those with a pin.
+    end. occupied: adapter slots that are taken, with or without a published adapter; occupied_pages: pages that adapters
+    have for themselves. sharers: adapters that have not left, by the kernel digest of their image. pinned: those with a pin.
     """
 
     def __init__(self, limits: EngineLimits, clock: Clock, grammars: Grammars, loader: Loader) -> None:
@@ -119,6 +121,11 @@ class EngineState:
         """A fresh transaction number."""
         self.transactions += 1
         return self.transactions
+
+    @property
+    def adapter_pages(self) -> int:
+        """Pages that adapters hold or have reserved: their own, and slab pages."""
+        return self.occupied_pages + self.pool.slabs.pages
 
     @property
     def newest_in_flight(self) -> int:
@@ -170,6 +177,19 @@ class EngineState:
         self.pool.release(pages, kind, owner, generation, self.fence)
         if self.limits.scrub:
             self.deltas.scrub(pages)
+
+    def free_place(self, entry: AdapterEntry) -> None:
+        """Give an adapter's pages or its block back to the pool, scrubbed first where tests ask for it."""
+        block = entry.block
+        if block is None:
+            self.free_pages(entry.pages, PageState.ADAPTER, entry.slot, entry.generation)
+        else:
+            emptied = self.pool.slabs.release(block, entry.slot, entry.generation, self.fence)
+            if self.limits.scrub and emptied:
+                self.deltas.scrub(np.array([block.page], dtype=np.int32))
+            elif self.limits.scrub:
+                self.deltas.scrub_block(block.page, block.size_class, block.index)
+        entry.pages, entry.block = empty(), None
 
     @property
     def fence(self) -> int:

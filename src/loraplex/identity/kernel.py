@@ -49,7 +49,7 @@ class LocalLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where factors lie in pages: page size, and the digest of the extent table as little-endian int32."""
+    """Where factors lie: size of the page or block, and the digest of the extent table as little-endian int32."""
 
     page_bytes: int
     extents_sha256: str

@@ -3,7 +3,8 @@
 Owns page states and the conservation law; never decides who gets pages and never touches their bytes. Every page is in
 exactly one state; free + reserved + adapter + KV = all pages but the null page, in pages and in bytes. A freed page
 carries the number of the last launch that may name it: work ordered on the compute stream may reuse it at once, a
-copy on any other stream only after that launch has completed.
+copy on any other stream only after that launch has completed. Small adapters share slab pages: such a page is owned by its
+slab, and who has which block of it is in `slabs`.
 
 Specification: 0x05A (one pool, two ownership rules), 0x04F (fences); DESIGN 4 "One page pool".
 """
@@ -13,30 +14,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.packed import I32
+from loraplex.memory.slabs import Slabs
+from loraplex.memory.states import PageState
 
+__all__ = ["PageCounts", "PagePool", "PageState"]
 Ints = npt.NDArray[np.integer]
-
-
-class PageState(IntEnum):
-    """Physical state of a page."""
-
-    FREE = 0
-    RESERVED = 1
-    KV = 2
-    ADAPTER = 3
-    NULL = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """The pool's conservation ledger, in pages; `total` leaves the null page out."""
+    """The pool's conservation ledger, in pages; `total` leaves the null page out. slab: those of `adapter` that are slabs."""
 
     total: int
     free: int
@@ -44,6 +37,7 @@ class PageCounts:
     adapter: int
     kv: int
     page_bytes: int
+    slab: int = 0
 
     @property
     def conserved(self) -> bool:
@@ -78,6 +72,7 @@ class PagePool:
         self._generation = np.zeros(num_pages, dtype=np.int64)
         self._fence = np.zeros(num_pages, dtype=np.int64)
         self._free: deque[int] = deque(range(1, num_pages))
+        self.slabs = Slabs(self)
 
     @property
     def free(self) -> int:
@@ -100,9 +95,10 @@ class PagePool:
             total=self.usable,
             free=int(by_state[PageState.FREE]),
             reserved=int(by_state[PageState.RESERVED]),
-            adapter=int(by_state[PageState.ADAPTER]),
+            adapter=int(by_state[PageState.ADAPTER] + by_state[PageState.SLAB]),
             kv=int(by_state[PageState.KV]),
             page_bytes=self.page_bytes,
+            slab=int(by_state[PageState.SLAB]),
         )
 
     def reserve(self, count: int, txn: int) -> I32:
@@ -141,6 +137,7 @@ class PagePool:
     def name(self, pages: I32, launch: int) -> None:
         """A launch that writes to `pages` beside their owner's rows, as scrubs do: no copy before it has completed."""
         self._fence[pages] = np.maximum(self._fence[pages], launch)
+        self.slabs.name_pages(pages, launch)
 
     def require_fence(self, pages: I32, completed_launch: int) -> None:
         """Raise `page_fence` unless every launch that may name `pages` has completed: before a copy beside compute."""
@@ -160,7 +157,7 @@ class PagePool:
         return out
 
     def own(self, pages: I32, txn: int, kind: PageState, owner: int | Ints, generation: int | Ints) -> None:
-        """Turn pages reserved by `txn` into pages of object `owner` at `generation`. kind: KV or ADAPTER.
+        """Turn pages reserved by `txn` into pages of object `owner` at `generation`. kind: KV, ADAPTER or SLAB.
 
         owner, generation: of all pages, or one for each.
         """
@@ -224,3 +221,4 @@ class PagePool:
             raise InternalFault(ErrorCode.PAGE_CONSERVATION, "the free list names a page in use")
         if self._state[0] != PageState.NULL:
             raise InternalFault(ErrorCode.PAGE_CONSERVATION, "the null page is in use")
+        self.slabs.check()

@@ -17,6 +17,7 @@ import numpy as np
 
 from loraplex.core.errors import CapacityError, ErrorCode, InternalFault
 from loraplex.core.packed import I32, empty
+from loraplex.memory.slabs import Block
 
 
 class AdapterState(StrEnum):
@@ -71,6 +72,8 @@ class Residency(StrEnum):
 class AdapterEntry:
     """One adapter revision. key: semantic digest; kernel_digest: names its host image.
 
+    page_count: pages that it fills. size_class: 0 where they are its own; else it takes one block of a slab page of this
+    class, and page_count is 1, what it needs where no slab has a block for it. pages, block: what it owns now.
     slot, generation: its entry in the row-table directory while it has pages, else 0. refcount: slot leases;
     pin_count: explicit pins; queued_reservations: accepted queue entries that assume it stays; inflight_events: copies
     that may still write its pages; last_plan: newest launch that names it. revision_leases: live requests bound to the
@@ -104,6 +107,8 @@ class AdapterEntry:
     failures: int = 0
     retry_at_ns: int = 0
     prefetched: bool = False
+    size_class: int = 0
+    block: Block | None = None
 
     def move(self, after: AdapterState) -> AdapterState:
         """Change state along the table; returns the state before."""

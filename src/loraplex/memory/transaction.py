@@ -5,6 +5,10 @@ Victims are chosen by the three separate steps of `eviction` and retired by the 
 victim to the transaction without ever being free, so that nobody else can take them and a rollback can give each
 victim its own pages back.
 
+A small adapter takes a block of a slab page; only where none is free does it take a page, and cuts it. Blocks and slab
+pages that victims gave up stay with the transaction to its end, so that each victim finds a place again after a rollback,
+though not the same one: a block is as good as another, and its neighbours are nobody's business.
+
 Rollback is compensating work (0x05F): a victim whose pages were overwritten comes back from its host image, under a
 fresh generation. Where free pages allow it the copy goes into them, and no victim is overwritten.
 
@@ -13,6 +17,7 @@ Specification: 0x04E, 0x05B, 0x05C, 0x05D, 0x05F, 0x09J.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,16 +28,22 @@ from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.packed import I32, empty
 from loraplex.memory.pages import PagePool, PageState
 from loraplex.memory.residency import AdapterEntry, AdapterState
+from loraplex.memory.slabs import Block
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Pages that one admission needs (0x05C). adapter: 0 when the exact generation is resident."""
+    """Pages that one admission needs (0x05C). adapter: 0 when the exact generation is resident.
+
+    size_class: above 0 for an adapter that takes a block; adapter is 1 where a page must be cut for it, 0 where a free
+    block, or a victim's, will do.
+    """
 
     adapter: int
     kv_initial: int
     kv_growth: int
     guard: int
+    size_class: int = 0
 
     @property
     def owned(self) -> int:
@@ -54,6 +65,18 @@ def admissible(demand: Demand, free: int, reclaimable: int) -> bool:
     return free + reclaimable >= demand.required
 
 
+def block_pages(pool: PagePool, size_class: int) -> int:
+    """Pages that a block costs now: none where a slab has a free one."""
+    return 0 if pool.slabs.has_free(size_class) else 1
+
+
+def dissolving(pool: PagePool, victims: Sequence[AdapterEntry], donor: Block | None = None) -> list[int]:
+    """Slab pages that are nobody's once these victims are gone, in their order. donor: a block that stays in use."""
+    used = Counter(victim.block.page for victim in victims if victim.block is not None)
+    kept = donor.page if donor is not None else 0
+    return [page for page, blocks in used.items() if page != kept and pool.slabs.dissolvable(page, blocks)]
+
+
 def prefetch_safe(pages: int, free: int, committed_growth: int, safety: int) -> bool:
     """0x09J: a speculative load takes only free pages that no admitted request's growth will want."""
     return pages <= free - committed_growth - safety
@@ -69,7 +92,10 @@ class TransactionState(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Restoration:
-    """A victim that a rollback owes its place: its pages, still reserved by the transaction that took them."""
+    """A victim that a rollback owes its place: its pages, still reserved by the transaction that took them.
+
+    pages: none for a victim that had a block: a block or page for it is free after the rollback.
+    """
 
     entry: AdapterEntry
     pages: I32
@@ -80,6 +106,8 @@ class Transaction:
     """Reserved pages of one admission. Adapter and KV parts commit together or separately, each once.
 
     victims: adapters whose pages it took, with those pages. spare: pages of victims that neither part needs now.
+    block: what a small adapter is copied into. spare_blocks: blocks of victims with neighbours that stay. owed_slabs: pages
+    that victims' blocks made up.
     """
 
     txn: int
@@ -88,6 +116,9 @@ class Transaction:
     kv_pages: I32 = field(default_factory=empty)
     spare: I32 = field(default_factory=empty)
     victims: list[Restoration] = field(default_factory=list)
+    block: Block | None = None
+    spare_blocks: list[Block] = field(default_factory=list)
+    owed_slabs: I32 = field(default_factory=empty)
     state: TransactionState = TransactionState.OPEN
 
     @staticmethod
@@ -111,16 +142,31 @@ class Transaction:
                     ErrorCode.EVICTION_INELIGIBLE,
                     f"adapter {victim.key[:12]} is {victim.state}; only a retiring one gives its pages up",
                 )
-        reclaimed = sum(int(victim.pages.size) for victim in victims)
+        shared = demand.size_class > 0 and demand.adapter == 0
+        block, donor = None, None
+        if shared and pool.slabs.has_free(demand.size_class):
+            block = pool.slabs.reserve(demand.size_class, txn)
+        elif shared:
+            donor = next((v.block for v in victims if v.block and v.block.size_class == demand.size_class), None)
+            if donor is None:
+                return None
+        whole = dissolving(pool, victims, donor)
+        reclaimed = sum(int(victim.pages.size) for victim in victims) + len(whole)
         if not admissible(demand, pool.free, reclaimed):
+            if block is not None:
+                pool.slabs.cancel(block, txn, 0)
             return None
-        owed = []
+        owed, blocks = [], []
         for victim in victims:
+            if victim.block is not None:
+                pool.slabs.take_over(victim.block, victim.slot, victim.generation, txn, last_launch)
+                blocks.append(victim.block)
             pool.take_over(victim.pages, PageState.ADAPTER, victim.slot, victim.generation, txn, last_launch)
             victim.evicting = txn
             owed.append(Restoration(victim, victim.pages))
-            victim.pages = empty()
-        taken = np.concatenate([r.pages for r in owed]) if owed else empty()
+            victim.pages, victim.block = empty(), None
+        slabs = np.concatenate([empty(), *(pool.slabs.dissolve(page, txn) for page in whole)])
+        taken = reclaimable = np.concatenate([*(r.pages for r in owed), slabs])
         if overwrite:
             adapter, taken = taken[: demand.adapter], taken[demand.adapter :]
             adapter = np.concatenate([adapter, pool.reserve_for_copy(demand.adapter - adapter.size, txn)])
@@ -131,7 +177,14 @@ class Transaction:
         kv_count = demand.kv_initial + demand.kv_growth
         free_kv = min(kv_count, pool.free)
         kv = np.concatenate([pool.reserve(free_kv, txn), taken[: kv_count - free_kv]])
-        return Transaction(txn, pool, adapter, kv, taken[kv_count - free_kv :], owed)
+        if demand.size_class and demand.adapter:
+            held_back = bool(np.isin(adapter, reclaimable).any())
+            block = pool.slabs.open(adapter, txn, demand.size_class, held_back=held_back)
+            adapter = empty()
+        spare_blocks = [b for b in blocks if b != donor and b.page not in whole]
+        return Transaction(
+            txn, pool, adapter, kv, taken[kv_count - free_kv :], owed, block or donor, spare_blocks, slabs
+        )
 
     @staticmethod
     def restoring(txn: int, source: Transaction, owed: Restoration) -> Transaction:
@@ -144,7 +197,39 @@ class Transaction:
         source.victims.remove(owed)
         source.pool.hand_over(owed.pages, source.txn, txn)
         owed.entry.evicting = 0
+        if owed.entry.size_class:
+            pages = block_pages(source.pool, owed.entry.size_class)
+            again = Transaction.reserve(txn, source.pool, Demand(pages, 0, 0, 0, owed.entry.size_class))
+            if again is None:
+                raise InternalFault(
+                    ErrorCode.TRANSACTION_STATE,
+                    f"there is no block for {owed.entry.key[:12]}, which transaction {source.txn} took one from",
+                )
+            return again
         return Transaction(txn, source.pool, adapter_pages=owed.pages)
+
+    @property
+    def adapter_fence(self) -> int:
+        """Newest launch that may still name a byte that the copy will write; 0 when there is none."""
+        if self.block is not None:
+            return self.pool.slabs.fence_of(self.block)
+        return self.pool.fence_of(self.adapter_pages)
+
+    def require_fence(self, completed_launch: int) -> None:
+        """Raise `page_fence` unless every launch that may name the adapter part has completed."""
+        if self.block is not None:
+            self.pool.slabs.require_fence(self.block, completed_launch)
+        self.pool.require_fence(self.adapter_pages, completed_launch)
+
+    def commit_block(self, slot: int, generation: int) -> Block:
+        """Hand a small adapter's block to its published slot; from here on others may have blocks beside it."""
+        self._expect_open()
+        block, self.block = self.block, None
+        if block is None:
+            raise InternalFault(ErrorCode.TRANSACTION_STATE, f"transaction {self.txn} has no block")
+        self.pool.slabs.own(block, self.txn, slot, generation)
+        self.pool.slabs.share(block)
+        return block
 
     def commit_adapter(self, slot: int, generation: int) -> I32:
         """Hand the adapter part to its published slot."""
@@ -163,8 +248,9 @@ class Transaction:
     def finalize(self, last_launch: int) -> list[AdapterEntry]:
         """The copy is published: victims will not come back. Spare pages are freed; returns the victims."""
         self._expect_open()
-        pages, self.spare = self.spare, empty()
+        pages, self.spare, self.owed_slabs = self.spare, empty(), empty()
         self.pool.cancel(pages, self.txn, last_launch)
+        self._give_blocks_back(last_launch)
         gone = [owed.entry for owed in self.victims]
         for entry in gone:
             entry.evicting = 0
@@ -174,7 +260,8 @@ class Transaction:
     def close(self) -> None:
         """End a transaction whose parts are all handed over."""
         self._expect_open()
-        if self.adapter_pages.size or self.kv_pages.size or self.spare.size or self.victims:
+        pages = self.adapter_pages.size + self.kv_pages.size + self.spare.size
+        if pages or self.victims or self.block is not None or self.spare_blocks:
             raise InternalFault(ErrorCode.TRANSACTION_STATE, f"transaction {self.txn} still holds pages")
         self.state = TransactionState.COMMITTED
 
@@ -195,8 +282,14 @@ class Transaction:
         Returns the victims with their own pages, still reserved: each is restored, or its pages are given up.
         """
         self._expect_open()
-        held = np.concatenate([self.adapter_pages, self.kv_pages, self.spare])
-        self.pool.cancel(held[~np.isin(held, self._owed_pages())], self.txn, last_launch)
+        held = [self.adapter_pages, self.kv_pages, self.spare]
+        if self.block is not None and self.pool.slabs.held_back(self.block):
+            held.append(self.pool.slabs.dissolve(self.block.page, self.txn))
+        elif self.block is not None:
+            self.pool.slabs.cancel(self.block, self.txn, last_launch)
+        pages, self.block, self.owed_slabs = np.concatenate(held), None, empty()
+        self.pool.cancel(pages[~np.isin(pages, self._owed_pages())], self.txn, last_launch)
+        self._give_blocks_back(last_launch)
         self.adapter_pages, self.kv_pages, self.spare = empty(), empty(), empty()
         self.state = TransactionState.ROLLED_BACK
         return list(self.victims)
@@ -212,7 +305,12 @@ class Transaction:
         self.pool.cancel(owed.pages, self.txn, last_launch)
 
     def _owed_pages(self) -> I32:
-        return np.concatenate([owed.pages for owed in self.victims]) if self.victims else empty()
+        return np.concatenate([*(owed.pages for owed in self.victims), self.owed_slabs])
+
+    def _give_blocks_back(self, last_launch: int) -> None:
+        for block in self.spare_blocks:
+            self.pool.slabs.cancel(block, self.txn, last_launch)
+        self.spare_blocks = []
 
     def _expect_open(self) -> None:
         if self.state is not TransactionState.OPEN:

@@ -31,7 +31,7 @@ IDLE_PIECE_BYTES: Final = 64 << 20
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """One copy under way. done: pages moved. sums: int64 checksums of the moved pages, on the host in the end.
+    """One copy under way. size_class, block: where in its one page it goes, above class 0. done: pages moved. sums: int64 checksums of the moved pages, on the host in the end.
 
     queued, ready: on a stream, everything was given to the device, and the event of its end.
     """
@@ -40,6 +40,8 @@ class Copy:
     generation: int
     image: AdapterImage
     pages: I32
+    size_class: int = 0
+    block: int = 0
     done: int = 0
     sums: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     ready: torch.cuda.Event | None = None
@@ -116,16 +118,17 @@ class SteppedCopies:
         self._open.clear()
 
     def _page(self, copy: Copy) -> int:
-        """Move and sum one page; bytes."""
+        """Move and sum one page or block; bytes."""
         page = copy.pages[copy.done : copy.done + 1]
+        offset, width = self._table.block_span(copy.size_class, copy.block)
         if page.size:
-            self._table.copy_page(int(page[0]), copy.image.pages[copy.done])
-            copy.sums[copy.done] = self._table.checksums(page)[0]
+            self._table.copy_page(int(page[0]), copy.image.pages[copy.done], offset)
+            copy.sums[copy.done] = self._table.checksums(page, copy.size_class, copy.block)[0]
             copy.done += 1
         if copy.done == len(copy.pages):
             self._open.remove(copy)
             self._ended.append(copy)
-        return self._table.page_bytes
+        return width
 
 
 def make_copies(table: AdapterTable) -> Copies:

@@ -124,8 +124,9 @@ class RequestMirrors:
         written = tables[used & (entry >= (start // self.page_tokens)[:, None])]
         if np.unique(written).size != written.size:
             raise InternalFault(code, "two requests write to one page")
+        scrubbed = np.concatenate([plan.scrub_pages, plan.scrub_blocks[:, 0]])
         foreign = np.concatenate(
-            [plan.copy_pages, plan.scrub_pages[~np.isin(plan.scrub_pages, plan.page_deltas[:, 2])]]
+            [plan.copy_pages, scrubbed[~np.isin(scrubbed, plan.page_deltas[:, 2])]]
         )
         if foreign.size and np.isin(tables[used], foreign).any():
             raise InternalFault(

@@ -17,7 +17,7 @@ import torch
 
 from loraplex.core.errors import ErrorCode, InternalFault, LoraplexError
 from loraplex.core.packed import I32
-from loraplex.core.plan import COPY_DIGEST_WORDS, BatchPlan
+from loraplex.core.plan import COPY_DIGEST_WORDS, COPY_GENERATION, COPY_SLOT, BatchPlan
 from loraplex.core.ports import ImageSource
 from loraplex.model.copies import Copies, Copy, make_copies
 from loraplex.ops.table import AdapterTable
@@ -48,7 +48,7 @@ class Residents:
                 published[slot] = 0
             elif self._retired.get(slot, 0) < generation:
                 raise _stale(slot, f"holds generation {held.get(slot, 0)}; the plan retires {generation}")
-        for slot, generation in plan.copies[:, COPY_DIGEST_WORDS : COPY_DIGEST_WORDS + 2].tolist():
+        for slot, generation in plan.copies[:, COPY_SLOT : COPY_GENERATION + 1].tolist():
             if published[slot]:
                 raise _stale(
                     slot, f"is published with generation {published[slot]}; the plan copies {generation}"
@@ -77,13 +77,16 @@ class Residents:
         if plan.scrub_pages.size:
             scrubbed = torch.from_numpy(plan.scrub_pages.astype(np.int64)).to(self._table.pool.device)
             self._table.pool.index_fill_(0, scrubbed, 0xFF)
+        for page, size_class, block in plan.scrub_blocks.tolist():
+            start, width = self._table.block_span(size_class, block)
+            self._table.pool[page, start : start + width].fill_(0xFF)
         offset = 0
         for row in plan.copies:
-            slot, generation, count = row[COPY_DIGEST_WORDS:].tolist()
-            pages = plan.copy_pages[offset : offset + count]
+            slot, generation, count, size_class, block = row[COPY_DIGEST_WORDS:].tolist()
+            pages = plan.copy_pages[offset : offset + count].copy()
             offset += count
             digest = row[:COPY_DIGEST_WORDS].astype("<i4").tobytes().hex()
-            if not self._start(digest, slot, generation, pages):
+            if not self._start(digest, slot, generation, pages, size_class, block):
                 self._unreported.append((plan.generation, (slot, generation, 0)))
         self._copies.advance(plan.rows == 0)
         self._note_ended(plan.generation)
@@ -108,18 +111,20 @@ class Residents:
         """Let go of the pool."""
         self._copies.close()
 
-    def _start(self, digest: str, slot: int, generation: int, pages: I32) -> bool:
+    def _start(
+        self, digest: str, slot: int, generation: int, pages: I32, size_class: int, block: int
+    ) -> bool:
         """Begin one copy; False when it cannot be made."""
         if self._held.get(slot) == generation:
             return True  # started by a plan that failed afterwards
         try:
             image = self._images.open(digest)
-            self._table.install(slot, image, pages)
+            self._table.install(slot, image, pages, size_class, block)
         except LoraplexError as error:
             _log.warning("adapter image %s was not copied to slot %d: %s", digest[:12], slot, error)
             return False
         self._held[slot] = generation
-        self._copies.start(Copy(slot, generation, image, pages.copy()))
+        self._copies.start(Copy(slot, generation, image, pages, size_class, block))
         return True
 
     def _drop(self, slot: int, generation: int) -> None:

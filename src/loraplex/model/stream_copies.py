@@ -97,17 +97,19 @@ class StreamCopies:
                     copy.queued.set()
 
     def _move(self, copy: Copy) -> None:
+        offset, width = self._table.block_span(copy.size_class, copy.block)
         for index, page in enumerate(copy.pages.tolist()):
             turn = index % BUFFERS
             moved = self._moved[turn]
             if moved is not None:
                 moved.synchronize()
-            np.copyto(self._filled[turn], copy.image.pages[index])
-            self._table.pool[page].copy_(self._buffers[turn], non_blocking=True)
+            np.copyto(self._filled[turn][:width], copy.image.pages[index])
+            target = self._table.pool[page, offset : offset + width]
+            target.copy_(self._buffers[turn, :width], non_blocking=True)
             moved = torch.cuda.Event()
             moved.record(self._stream)
             self._moved[turn] = moved
-        sums = self._table.checksums(copy.pages)
+        sums = self._table.checksums(copy.pages, copy.size_class, copy.block)
         on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
         on_host.copy_(sums, non_blocking=True)
         ready = torch.cuda.Event()

@@ -59,10 +59,12 @@ def check_image(
 ) -> CheckedImage:
     """The image's tables in canonical order; raises `operator_layout` or `operator_rank_unsupported`.
 
-    itemsize: bytes of a factor element of the table. page_count: pages that were set aside for the image.
+    itemsize: bytes of a factor element of the table. page_bytes: of a page, or of the block that the image lies in. page_count: pages that were set aside for the image.
     """
     if image.itemsize != itemsize:
         raise _refuse(f"its factors have {image.itemsize} bytes an element, the table {itemsize}")
+    if image.pages.shape != (len(image.checksums), page_bytes):
+        raise _refuse(f"its bytes have the shape {image.pages.shape}, its place {page_count} of {page_bytes} bytes")
     if page_count != len(image.checksums):
         raise _refuse(f"it has {len(image.checksums)} pages, {page_count} were given")
     d_in, d_out = _dimension_tables(dims)

@@ -19,7 +19,7 @@ import torch
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import BASE_SLOT, Module
-from loraplex.core.layout import VECTOR_ITEMSIZE, AdapterImage, Factor
+from loraplex.core.layout import MAX_SIZE_CLASS, VECTOR_ITEMSIZE, AdapterImage, Factor, block_bytes
 from loraplex.core.plan import BatchPlan
 from loraplex.ops.image_check import (
     COL_LO,
@@ -153,9 +153,12 @@ class AdapterTable:
         """Bytes of one page."""
         return int(self.pool.shape[1])
 
-    def install(self, slot: int, image: AdapterImage, page_ids: Sequence[int] | I32) -> None:
+    def install(
+        self, slot: int, image: AdapterImage, page_ids: Sequence[int] | I32, size_class: int = 0, block: int = 0
+    ) -> None:
         """Bind `slot` to pages that hold the image, in its page order. Reads no factor; nothing can use it yet.
 
+        size_class, block: above class 0, the image is this block of its one page, and of that page nothing else is its.
         Raises `operator_layout`, `operator_rank_unsupported`, `plan_page_table` (a page that is null, outside the
         pool or named twice), `stale_slot_generation` (the slot is still published).
         """
@@ -166,8 +169,9 @@ class AdapterTable:
                 f"adapter slot {slot} is published with generation {int(self.published[slot])}; retire it first",
             )
         pages = self._check_pages(page_ids)
-        tables = check_image(image, self.modules, self.dtype.itemsize, self.page_bytes, pages.size)
-        self._adapters[slot] = self._resident(tables, pages)
+        offset, width = self.block_span(size_class, block)
+        tables = check_image(image, self.modules, self.dtype.itemsize, width, pages.size)
+        self._adapters[slot] = self._resident(tables, pages, offset)
         self.revision += 1
 
     def publish(self, slot: int, generation: int) -> None:
@@ -235,24 +239,41 @@ class AdapterTable:
                 f"{int(self.published[slot])}",
             )
 
-    def copy_page(self, page_id: int, source: npt.NDArray[np.uint8]) -> None:
-        """Copy the host bytes of one page, uint8 [page_bytes], into the pool; asynchronous on a device's stream."""
+    def block_span(self, size_class: int, block: int) -> tuple[int, int]:
+        """(offset, bytes) of a block in its page; the whole page for class 0. Raises `plan_page_table`."""
+        if not 0 <= size_class <= MAX_SIZE_CLASS or not 0 <= block < 1 << size_class:
+            raise InternalFault(
+                ErrorCode.PLAN_PAGE_TABLE, f"a page has no block {block} of size class {size_class}"
+            )
+        width = block_bytes(self.page_bytes, size_class)
+        return block * width, width
+
+    def copy_page(self, page_id: int, source: npt.NDArray[np.uint8], offset: int = 0) -> None:
+        """Copy host bytes, uint8 [n], into a page from `offset` on; asynchronous on a device's stream."""
         self._check_pages([page_id])
+        target = self.pool[page_id, offset : offset + source.size]
         if self.pool.device.type == "cpu":
-            np.copyto(self.pool[page_id].numpy(), source)
+            np.copyto(target.numpy(), source)
         else:
             staged = torch.from_numpy(source.copy()).pin_memory()  # the source may be a read-only mapping
-            self.pool[page_id].copy_(staged, non_blocking=True)
+            target.copy_(staged, non_blocking=True)
 
-    def checksums(self, page_ids: Sequence[int] | I32) -> torch.Tensor:
-        """Checksums of pages as they lie on the device, int64 [n], equal to `layout.page_checksum` of their bytes."""
+    def checksums(
+        self, page_ids: Sequence[int] | I32, size_class: int = 0, block: int = 0
+    ) -> torch.Tensor:
+        """Checksums of pages, or of one block of each, as they lie on the device, int64 [n].
+
+        Equal to `layout.page_checksum` of those bytes; no byte beside them is read.
+        """
         pages = self._check_pages(page_ids)
-        words = self.page_bytes // VECTOR_ITEMSIZE
+        offset, width = self.block_span(size_class, block)
         if self._weights is None:
+            words = self.page_bytes // VECTOR_ITEMSIZE
             self._weights = torch.arange(words, dtype=torch.int64, device=self.pool.device).mul_(2).add_(1)
+        weights = self._weights[: width // VECTOR_ITEMSIZE]
         out = torch.empty(pages.size, dtype=torch.int64, device=self.pool.device)
         for index, page in enumerate(pages.tolist()):
-            out[index] = (self.pool[page].view(torch.int32) * self._weights).sum()
+            out[index] = (self.pool[page, offset : offset + width].view(torch.int32) * weights).sum()
         return out
 
     def verify_pages(self, image: AdapterImage, page_ids: Sequence[int] | I32) -> bool:
@@ -260,9 +281,9 @@ class AdapterTable:
         expected = torch.from_numpy(image.checksums)
         return bool(torch.equal(self.checksums(page_ids).cpu(), expected))
 
-    def _resident(self, tables: CheckedImage, pages: I64) -> ResidentAdapter:
+    def _resident(self, tables: CheckedImage, pages: I64, offset: int) -> ResidentAdapter:
         extents = np.empty((len(tables.extents), EXTENT_WORDS), dtype=np.int64)
-        extents[:, 0] = pages[tables.extents[:, PAGE]] * self.page_bytes + tables.extents[:, OFFSET]
+        extents[:, 0] = pages[tables.extents[:, PAGE]] * self.page_bytes + offset + tables.extents[:, OFFSET]
         extents[:, 1:] = tables.extents[:, [RANK_LO, RANK_N, COL_LO, COL_N]]
         return ResidentAdapter(
             pages=pages,

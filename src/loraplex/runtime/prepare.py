@@ -16,6 +16,7 @@ from loraplex.artifact.load import load_adapter, require_executable
 from loraplex.artifact.record import Artifact, Method
 from loraplex.catalog.artifacts import ArtifactStore
 from loraplex.catalog.sources import LocalSource, parse_source
+from loraplex.core.layout import AdapterImage, ObjectDemand, object_demand
 from loraplex.core.messages import RegisterAdapter
 from loraplex.runtime.base import BaseModel
 from loraplex.runtime.images import ImageStore
@@ -65,7 +66,7 @@ def prepare_adapter(path: str | os.PathLike[str], base: BaseModel, store: ImageS
         device_bytes=image.pages.nbytes,
         host_bytes=artifact.nbytes,
         report=artifact.report,
-        register=_register(artifact, image.key, image.kernel_digest, len(image.pages)),
+        register=_register(artifact, image, object_demand(base.geometry, image.extents)),
     )
 
 
@@ -87,13 +88,14 @@ def prepare_source(
         return replace(prepare_adapter(folder, base, store), content=key)
 
 
-def _register(artifact: Artifact, key: str, kernel_digest: str, pages: int) -> RegisterAdapter:
+def _register(artifact: Artifact, image: AdapterImage, demand: ObjectDemand) -> RegisterAdapter:
     ranks = Counter(m.rank for m in artifact.modules if m.rank)
     return RegisterAdapter(
         call_id=0,
-        key=key,
-        kernel_digest=kernel_digest,
-        pages=pages,
+        key=image.key,
+        kernel_digest=image.kernel_digest,
+        pages=demand.pages,
+        size_class=demand.size_class,
         ranks=tuple(sorted(ranks.items())),
         modules=tuple(sorted({int(m.module) for m in artifact.modules})),
         host_bytes=artifact.nbytes,

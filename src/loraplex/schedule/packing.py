@@ -72,6 +72,7 @@ class Deltas:
     publishes: I32 = field(default_factory=lambda: empty(2))
     retires: I32 = field(default_factory=lambda: empty(2))
     scrub_pages: I32 = field(default_factory=empty)
+    scrub_blocks: I32 = field(default_factory=lambda: empty(3))
 
 
 def first_appearance_order(keys: I32) -> npt.NDArray[np.int64]:
@@ -186,6 +187,7 @@ def build_plan(
         publishes=deltas.publishes,
         retires=deltas.retires,
         scrub_pages=deltas.scrub_pages,
+        scrub_blocks=deltas.scrub_blocks,
     )
 
 

@@ -25,9 +25,9 @@ from loraplex.core.events import (
 from loraplex.core.plan import COPY_DIGEST_WORDS, BatchPlan, StepResult
 from loraplex.engine.state import EngineState
 from loraplex.sim.clients import Clients
-from loraplex.sim.device import BUILT_ON_FAILURE, INJECTED
+from loraplex.sim.device import BUILT_ON_FAILURE, INJECTED, cells_of
 from loraplex.sim.faults import Setup
-from loraplex.sim.ledger import page_ledger
+from loraplex.sim.ledger import block_ledger, page_ledger
 from loraplex.sim.tokens import adapter_number
 from loraplex.sim.wrong import Wrong
 
@@ -52,7 +52,7 @@ class Checkers:
         self._setup, self._clients, self._state = setup, clients, state
         self._generation = 0
         self._image_of: dict[tuple[int, int], int] = {}
-        self._pages_of: dict[tuple[int, int], frozenset[int]] = {}
+        self._cells_of: dict[tuple[int, int], frozenset[int]] = {}
         self._whole: set[tuple[int, int]] = set()
         self._published: dict[int, int] = {}
         self._table: dict[int, dict[int, int]] = {}
@@ -70,25 +70,27 @@ class Checkers:
         self._generation = plan.generation
         self._note_deltas(plan)
         named: set[int] = set()
+        tokens = self._setup.limits.kv.page_tokens
         for slot, _, adapter, generation, start, rows, _, _ in plan.requests.tolist():
             self._check_binding(slot, adapter, generation)
             table = self._table.get(slot, {})
-            last = (start + rows - 1) // self._setup.limits.kv.page_tokens
+            last = (start + rows - 1) // tokens
             pages = [table.get(index, 0) for index in range(last + 1)]
             if 0 in pages:
                 raise Wrong("one_owner", f"request slot {slot} has rows without a page")
-            if not named.isdisjoint(pages):
+            cells = set(cells_of(np.array(pages), tokens).tolist())
+            if not named.isdisjoint(cells):
                 raise Wrong("one_owner", f"request slot {slot} shares a page with another request")
-            named.update(pages)
+            named |= cells
             if adapter:
-                held = self._pages_of[adapter, generation]
-                if not held.isdisjoint(pages):
+                held = self._cells_of[adapter, generation]
+                if not held.isdisjoint(cells):
                     raise Wrong("one_owner", f"request slot {slot} has KV in its own adapter's pages")
         for adapter, generation in {(a, g) for a, g in plan.requests[:, 2:4].tolist() if a}:
-            if not named.isdisjoint(self._pages_of[adapter, generation]):
+            if not named.isdisjoint(self._cells_of[adapter, generation]):
                 raise Wrong("one_owner", f"KV lies in pages of adapter slot {adapter}")
         for adapter, generation in {(a, g) for a, g in plan.requests[:, 2:4].tolist() if a}:
-            named |= self._pages_of[adapter, generation]
+            named |= self._cells_of[adapter, generation]
         self._check_copies(plan, named)
         self._named[plan.generation] = frozenset(named)
 
@@ -126,20 +128,21 @@ class Checkers:
         """Bytes may land at once: nothing that may still run names those pages, and nobody else owns them."""
         offset = 0
         for row in plan.copies:
-            slot, generation, count = row[COPY_DIGEST_WORDS:].tolist()
-            pages = frozenset(plan.copy_pages[offset : offset + count].tolist())
+            slot, generation, count, size_class, block = row[COPY_DIGEST_WORDS:].tolist()
+            pages = plan.copy_pages[offset : offset + count]
+            cells = frozenset(cells_of(pages, self._setup.limits.kv.page_tokens, size_class, block).tolist())
             offset += count
             self._image_of[slot, generation] = adapter_number(row[:COPY_DIGEST_WORDS])
-            self._pages_of[slot, generation] = pages
+            self._cells_of[slot, generation] = cells
             self._whole.discard((slot, generation))
-            if not pages.isdisjoint(named):
+            if not cells.isdisjoint(named):
                 raise Wrong("one_owner", f"a copy into slot {slot} lands in pages that this plan names")
             for other, at in self._published.items():
-                if not pages.isdisjoint(self._pages_of[other, at]):
+                if not cells.isdisjoint(self._cells_of[other, at]):
                     raise Wrong("one_owner", f"a copy into slot {slot} lands in published slot {other}")
             if not self._setup.limits.copies_on_compute_stream:
                 for number, pages_named in self._named.items():
-                    if not pages.isdisjoint(pages_named):
+                    if not cells.isdisjoint(pages_named):
                         raise Wrong("late_write", f"a copy lands in pages that plan {number} still names")
 
     def on_result(self, result: StepResult) -> None:
@@ -212,6 +215,20 @@ class Checkers:
                 "conservation",
                 f"{count} pages are accounted for, the pool has {self._setup.limits.num_pages - 1}",
             )
+        self._check_blocks()
+
+    def _check_blocks(self) -> None:
+        """Every block of every slab page is in exactly one place, and all blocks of a page have one size."""
+        blocks = block_ledger(self._state)
+        if len(set(blocks)) != len(blocks):
+            raise Wrong("one_owner", f"a block has two owners: {sorted(blocks)}")
+        room: dict[int, set[int]] = {}
+        for page, size_class, _ in blocks:
+            room.setdefault(page, set()).add(size_class)
+        expected = sum(1 << min(classes) for classes in room.values())
+        pages = set(self._state.pool.slabs.slab_pages())
+        if room.keys() != pages or len(blocks) != expected or any(len(c) > 1 for c in room.values()):
+            raise Wrong("conservation", f"{len(blocks)} blocks of {expected} are accounted for in {sorted(pages)}")
 
     def at_end(self) -> None:
         """Everything finished: nothing is left behind."""
@@ -221,9 +238,11 @@ class Checkers:
         if clients.names.open_calls:
             raise Wrong("liveness", f"calls are left without an answer: {clients.names.open_calls}")
         resident = sum(int(entry.pages.size) for entry in state.adapters.values())
-        if state.pool.free + resident != state.pool.usable:
+        slabs = state.pool.slabs.pages
+        if state.pool.free + resident + slabs != state.pool.usable:
             raise Wrong(
-                "conservation", f"{state.pool.free} free and {resident} adapter pages of {state.pool.usable}"
+                "conservation",
+                f"{state.pool.free} free, {resident} adapter and {slabs} slab pages of {state.pool.usable}",
             )
         for entry in state.adapters.values():
             if entry.refcount or entry.revision_leases or entry.queued_reservations or entry.inflight_events:

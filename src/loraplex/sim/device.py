@@ -3,7 +3,7 @@
 It computes no model (see `tokens`): factors are their image's number, KV positions are fingerprints, and every read
 goes through the page tables that plans made. Plans run in order on a compute stream and do their work at their end, as
 late as possible; adapter copies run in that order too, or beside it on a copy stream, where the first half of the bytes
-lands when the copy starts and the rest when it ends. A copy is started once for each (slot, generation), also when the
+lands when the copy starts and the rest when it ends. A block of a slab page is a run of that page's cells. A copy is started once for each (slot, generation), also when the
 plan that carried it fails and another carries it again. Free pages hold poison.
 
 Owns time, bytes and what goes wrong with them; it never chooses anything. Without a clock every plan takes no time.
@@ -21,14 +21,16 @@ from enum import StrEnum
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.core.packed import I32, empty
+from loraplex.core.packed import I32
 from loraplex.core.plan import COPY_DIGEST_WORDS, BatchPlan, StepResult
 from loraplex.core.plan_check import PlanBounds, check_plan
 from loraplex.sim.tokens import adapter_number, fingerprint_rows, next_allowed, position_weights, sampled
 from loraplex.sim.world import VirtualClock
 
+I64 = npt.NDArray[np.int64]
 POISON: Final = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 INJECTED: Final = "injected"
 BUILT_ON_FAILURE: Final = "the plan builds on one that failed"
@@ -54,6 +56,13 @@ class Costs:
     page_ns: int = 0
 
 
+def cells_of(pages: npt.NDArray[np.integer], page_tokens: int, size_class: int = 0, block: int = 0) -> I64:
+    """Flat indices of the cells of whole pages, or of one block of each."""
+    width = page_tokens >> size_class
+    first = pages.astype(np.int64)[:, None] * page_tokens + block * width
+    return (first + np.arange(width)).reshape(-1)
+
+
 @dataclass(slots=True)
 class Faults:
     """Faults to inject, by plan generation or image number. Empty: none.
@@ -74,18 +83,18 @@ class Faults:
 
 @dataclass(slots=True)
 class _Copy:
-    """One copy: where to, of which image, how it goes, when it ends; pages that its own plan scrubs before it.
+    """One copy: where to, of which image, how it goes, when it ends; cells that its own plan scrubs before it.
 
-    by: the plan that made it, on the compute stream.
+    cells: flat indices into the memory. by: the plan that made it, on the compute stream.
     """
 
     slot: int
     generation: int
-    pages: I32
+    cells: I64
     number: int
     fate: CopyFate
     cost_ns: int
-    scrubs: I32 = field(default_factory=empty)
+    scrubs: I64 = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     by: int = 0
 
 
@@ -121,10 +130,11 @@ class VirtualDevice:
         self.costs = costs or Costs()
         self.copy_stream, self.verify = copy_stream, verify
         self.memory = np.full((bounds.num_pages, page_tokens), POISON, dtype=np.uint64)
+        self._cells = self.memory.reshape(-1)  # a view
         self.page_table = np.zeros((bounds.max_requests, bounds.max_pages_per_request), dtype=np.int32)
         self.incarnation = np.zeros(bounds.max_requests, dtype=np.int64)
         self.frontier = np.zeros(bounds.max_requests, dtype=np.int64)
-        self.installed: dict[tuple[int, int], tuple[int, I32]] = {}
+        self.installed: dict[tuple[int, int], tuple[int, I64]] = {}
         self.published: dict[int, int] = {}
         self.sampled: dict[int, I32] = {}
         self.plans: list[bytes] | None = []
@@ -164,7 +174,7 @@ class VirtualDevice:
         self._launched.append(launched)
         if self.copy_stream:
             for copy in filter(self._begins, copies):
-                copy.scrubs = unpacked.scrub_pages[np.isin(unpacked.scrub_pages, copy.pages)]
+                copy.scrubs = copy.cells[np.isin(copy.cells, self._scrubs(unpacked))]
                 self._start_copy(copy)
         self._at(launched.end_ns, lambda: self._execute(launched))
 
@@ -208,8 +218,8 @@ class VirtualDevice:
     def _planned_copies(self, plan: BatchPlan) -> list[_Copy]:
         out, offset = [], 0
         for row in plan.copies:
-            slot, generation, count = row[COPY_DIGEST_WORDS:].tolist()
-            pages = plan.copy_pages[offset : offset + count].copy()
+            slot, generation, count, size_class, block = row[COPY_DIGEST_WORDS:].tolist()
+            cells = cells_of(plan.copy_pages[offset : offset + count], self.page_tokens, size_class, block)
             offset += count
             number = adapter_number(row[:COPY_DIGEST_WORDS])
             if self.faults.fate is not None:
@@ -217,8 +227,15 @@ class VirtualDevice:
             else:
                 fate, slower = CopyFate.TORN if number in self.faults.torn_copies else CopyFate.INTACT, 1
             cost = (self.costs.copy_ns + self.costs.page_ns * count) * slower
-            out.append(_Copy(slot, generation, pages, number, fate, cost))
+            out.append(_Copy(slot, generation, cells, number, fate, cost))
         return out
+
+    def _scrubs(self, plan: BatchPlan) -> I64:
+        blocks = [
+            cells_of(np.array([page]), self.page_tokens, size_class, block)
+            for page, size_class, block in plan.scrub_blocks.tolist()
+        ]
+        return np.concatenate([cells_of(plan.scrub_pages, self.page_tokens), *blocks])
 
     def _begins(self, copy: _Copy) -> bool:
         """Whether this copy starts now; False when an earlier plan started it."""
@@ -234,21 +251,21 @@ class VirtualDevice:
         self._at(self._copy_free_ns, lambda: self._second_half(copy))
 
     def _first_half(self, copy: _Copy) -> None:
-        self.memory[copy.scrubs] = POISON
+        self._cells[copy.scrubs] = POISON
         self._scrubbed.update(copy.scrubs.tolist())
         if copy.fate not in (CopyFate.FAILED, CopyFate.LOST):
-            half = copy.pages[: copy.pages.size // 2]
-            self.memory[half] = self._bytes_of(copy)
+            half = copy.cells[: copy.cells.size // 2]
+            self._cells[half] = self._bytes_of(copy)
 
     def _second_half(self, copy: _Copy) -> None:
         """The rest of the bytes, then the checksum of each page against the image's."""
         if copy.fate in (CopyFate.INTACT, CopyFate.CORRUPT):
-            self.memory[copy.pages[copy.pages.size // 2 :]] = self._bytes_of(copy)
+            self._cells[copy.cells[copy.cells.size // 2 :]] = self._bytes_of(copy)
         whole = copy.fate is not CopyFate.LOST and bool(
-            (self.memory[copy.pages] == np.uint64(copy.number)).all()
+            (self._cells[copy.cells] == np.uint64(copy.number)).all()
         )
         if whole:
-            self.installed[copy.slot, copy.generation] = (copy.number, copy.pages)
+            self.installed[copy.slot, copy.generation] = (copy.number, copy.cells)
         later, times = self.faults.report() if self.faults.report is not None else (0, 1)
         row = (copy.slot, copy.generation, int(whole))
         self._unreported += [(later + extra, row, copy.by) for extra in range(times)]
@@ -338,10 +355,10 @@ class VirtualDevice:
         for slot, generation in plan.retires.tolist():
             if self.published.get(slot) == generation:
                 del self.published[slot], self.installed[slot, generation]
-        if plan.scrub_pages.size:
-            done = np.isin(plan.scrub_pages, list(self._scrubbed))
-            self.memory[plan.scrub_pages[~done]] = POISON
-            self._scrubbed.difference_update(plan.scrub_pages.tolist())
+        if plan.scrub_pages.size or len(plan.scrub_blocks):
+            scrubs = self._scrubs(plan)
+            self._cells[scrubs[~np.isin(scrubs, list(self._scrubbed))]] = POISON
+            self._scrubbed.difference_update(scrubs.tolist())
         if len(plan.page_deltas):
             self.page_table[plan.page_deltas[:, 0], plan.page_deltas[:, 1]] = plan.page_deltas[:, 2]
 
@@ -360,8 +377,8 @@ class VirtualDevice:
             raise InternalFault(
                 ErrorCode.STALE_SLOT_GENERATION, f"slot {slot} is not published at {generation}"
             )
-        number, pages = self.installed[slot, generation]
-        if (self.memory[pages] != np.uint64(number)).any():
+        number, cells = self.installed[slot, generation]
+        if (self._cells[cells] != np.uint64(number)).any():
             raise InternalFault(ErrorCode.COPY_CHECKSUM, f"factors of slot {slot} were overwritten")
         return number
 

@@ -86,7 +86,8 @@ RATES: Final[dict[Fault, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a seed draws. aliases: adapters by name. arrivals: requests a tick. cap: live requests at most.
+    """What a seed draws. aliases: adapters by name. small_share: those that take a block of a slab page. arrivals:
+    requests a tick. cap: live requests at most.
     max_overtaken: later arrivals that may be admitted before a waiting request is; more is starvation."""
 
     seed: int
@@ -104,6 +105,7 @@ class Setup:
     operations: frozenset[Operation]
     faults: frozenset[Fault]
     max_overtaken: int = 2_000
+    small_share: float = 0.0
 
     def record(self) -> dict[str, object]:
         """The setup as plain values."""
@@ -118,6 +120,7 @@ class Setup:
             "copy_stream": not limits.copies_on_compute_stream,
             "scrub": limits.scrub,
             "aliases": self.aliases,
+            "small_share": self.small_share,
             "arrivals_per_tick": self.arrivals,
             "ranking": limits.ranking,
             "operations": sorted(kind.value for kind in self.operations),
@@ -137,8 +140,9 @@ def draw_setup(seed: int, *, depth: int | None = None, faults: frozenset[Fault] 
     drawn_depth = rng.randint(0, 1)
     copy_stream = rng.random() < 0.5
     kinds = frozenset(kind for kind in Fault if rng.random() < 0.5)
+    kv = KvShape(8, 1, 1, 4, page_tokens)  # 64 bytes a token, so that a token's part of a page can be a block
     limits = EngineLimits(
-        kv=KvShape(1, 1, 1, 4, page_tokens),
+        kv=kv,
         num_pages=pages + 1,
         max_requests=rng.randint(2, 8),
         max_model_len=max_model_len,
@@ -152,7 +156,7 @@ def draw_setup(seed: int, *, depth: int | None = None, faults: frozenset[Fault] 
         load_retry_ns=300_000,
         ranking=rng.choice(["restore_cost", "lru"]),
         adapter_floor=rng.choice([0, 0, adapter_pages]),
-        host_bytes=rng.choice([None, 3 * adapter_pages * page_tokens * 8]),
+        host_bytes=rng.choice([None, 3 * adapter_pages * kv.page_bytes]),
     )
     step_ns = 100_000
     costs = Costs(step_ns, 2_000, rng.choice([0, 20_000, 300_000]), rng.choice([1_000, 50_000, 400_000]))
@@ -171,6 +175,7 @@ def draw_setup(seed: int, *, depth: int | None = None, faults: frozenset[Fault] 
         fetch_ns=rng.choice([0, 100_000, 2_000_000]),
         operations=frozenset(kind for kind in Operation if rng.random() < 0.4),
         faults=kinds if faults is None else faults,
+        small_share=Random(f"{seed}/small").choice([0.0, 0.3, 0.6, 0.95]) if page_tokens > 1 else 0.0,
     )
 
 

@@ -68,13 +68,14 @@ def digest(name: str) -> str:
 
 @dataclass(slots=True)
 class Image:
-    """One revision of an alias. known: the engine has confirmed it, and requests may name it. pins: confirmed ones."""
+    """One revision of an alias. size_class: of its block, 0 for whole pages. known: the engine has confirmed it, and requests may name it. pins: confirmed ones."""
 
     alias: str
     key: str
     kernel_digest: str
     number: int
     pages: int
+    size_class: int = 0
     known: bool = False
     pins: int = 0
 
@@ -91,6 +92,7 @@ class Names:
     def __init__(self, setup: Setup, injector: Injector, inbox: list[ToEngine]) -> None:
         self._setup, self._injector, self.inbox = setup, injector, inbox
         self._rng = Random(f"{setup.seed}/names")
+        self._small = Random(f"{setup.seed}/small names")
         self._current: dict[str, Image] = {}
         self._by_key: dict[str, Image] = {}
         self._revisions: Counter[str] = Counter()
@@ -184,12 +186,17 @@ class Names:
         name = f"{alias}@{self._revisions[alias]}"
         kernel = digest("kernel/" + name)
         pages = 1 + self._rng.randrange(self._setup.adapter_pages)
-        self._ask_to_register(Image(alias, digest(name), kernel, adapter_number(digest_words(kernel)), pages))
+        size_class = 0
+        if self._small.random() < self._setup.small_share:
+            classes = self._setup.limits.kv.page_tokens.bit_length() - 1
+            pages, size_class = 1, 1 + self._small.randrange(classes)
+        number = adapter_number(digest_words(kernel))
+        self._ask_to_register(Image(alias, digest(name), kernel, number, pages, size_class))
 
     def _ask_to_register(self, image: Image) -> None:
         self._by_key[image.key] = image
         message = RegisterAdapter(
-            self._next(), image.key, image.kernel_digest, image.pages, ((4, 2),), (0, 1), 1000
+            self._next(), image.key, image.kernel_digest, image.pages, ((4, 2),), (0, 1), 1000, image.size_class
         )
         self._send(Kind.REGISTER, image, message)
 

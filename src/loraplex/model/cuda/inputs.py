@@ -158,6 +158,7 @@ class StepInputs:
             open_bias=empty(2),
             open_history=empty(),
             copy_pages=empty(),
+            scrub_blocks=empty(3),
             mask_samples=empty(),
             mask_words=empty(),
         )
