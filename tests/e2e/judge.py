@@ -27,6 +27,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 NAMES = (None, *CONFIGS)
+TINY: dict[str, dict[str, Any]] = {
+    f"tiny{index}": {
+        "r": 1, "lora_alpha": 2 + index % 3, "target_modules": [ALL[index % 4]], "layers_to_transform": [index % 3],
+    }
+    for index in range(24)
+}  # fmt: skip
+"""Rank 1 on one module of one layer: a few hundred bytes each. No two are alike."""
 TIE = 1e-4
 CLOSE = 1e-4
 GIB = 1 << 30
@@ -49,11 +56,11 @@ def judge_of(name: str | None) -> Any:
         warnings.simplefilter("ignore")  # advice about targets
         base = type(reference("llama"))(reference("llama").config)
         base.load_state_dict(reference("llama").state_dict())
-        model = peft.get_peft_model(base, peft.LoraConfig(**CONFIGS[name]))
-    generator = torch.Generator().manual_seed(len(name))
+        model = peft.get_peft_model(base, peft.LoraConfig(**(CONFIGS | TINY)[name]))
+    generator = torch.Generator().manual_seed(len(name) if name in CONFIGS else 100 + list(TINY).index(name))
     for parameter_name, parameter in model.named_parameters():
         if "lora_" in parameter_name:
-            parameter.data.normal_(0.0, 0.3, generator=generator)
+            parameter.data.normal_(0.0, 0.3 if name in CONFIGS else 1.0, generator=generator)
     return model.eval()
 
 

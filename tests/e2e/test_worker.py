@@ -24,11 +24,18 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=5)
 SAMPLED = SamplingParams(max_tokens=8, temperature=1.0, seed=5, logprobs=5)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_worker_process_gives_what_the_inline_backend_gives(root: Path, depth: int) -> None:
+both_depths_and_slabs = pytest.mark.parametrize(("depth", "page_tokens"), [(0, 4), (1, 4), (1, 128)])
+"""With pages of 128 tokens the smaller adapters take blocks of slab pages."""
+
+
+@both_depths_and_slabs
+def test_a_worker_process_gives_what_the_inline_backend_gives(
+    root: Path, depth: int, page_tokens: int
+) -> None:
     answers = []
     for backend in ("inline", "process"):
-        with open_llm(root, backend=backend, pipeline_depth=depth) as llm:
+        with open_llm(root, backend=backend, pipeline_depth=depth, page_tokens=page_tokens) as llm:
+            assert (llm.inspect()["slabs"]["owned_blocks"] > 0) == (page_tokens == 128)
             answers.append([llm.generate(PROMPTS, NAMES, params) for params in (GREEDY, SAMPLED)])
     inline, process = answers
     for name, output in zip(NAMES, process[0], strict=True):
@@ -60,9 +67,9 @@ def test_a_worker_that_is_told_the_base_does_not_hash_its_weights_again(
     assert hashed == [root / "base"]
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@both_depths_and_slabs
 def test_a_plan_log_replays_to_the_same_results(
-    root: Path, tmp_path: Path, depth: int, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, depth: int, page_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bytes] = []
     collect = PlanLog.collect
@@ -74,13 +81,14 @@ def test_a_plan_log_replays_to_the_same_results(
     monkeypatch.setattr(PlanLog, "collect", record)
     path, images = tmp_path / "plans", tmp_path / "images"
     with open_llm(
-        root, plan_log=str(path), pipeline_depth=depth, scrub=True, token_budget=16, max_requests=4
-    ) as llm:
+        root, plan_log=str(path), pipeline_depth=depth, scrub=True, token_budget=16, max_requests=4,
+        page_tokens=page_tokens,
+    ) as llm:  # fmt: skip
         outputs = [*llm.generate(PROMPTS, NAMES, GREEDY), *llm.generate(PROMPTS, NAMES, SAMPLED)]
         shutil.copytree(llm._images, images)  # it goes when the LLM closes
         pages = llm.inspect()["pages"]
     config = EngineConfig(
-        model=str(root / "base"), images_dir=str(images), dtype="float32", pool_gb=0.01, page_tokens=4,
+        model=str(root / "base"), images_dir=str(images), dtype="float32", pool_gb=0.01, page_tokens=page_tokens,
         pipeline_depth=depth, scrub=True, token_budget=16, max_requests=4,
     )  # fmt: skip
     base = describe_model(config)

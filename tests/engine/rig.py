@@ -48,10 +48,12 @@ class Rig:
     def kernel_digest(self, key: str) -> str:
         return hashlib.sha256(key.encode()).hexdigest()
 
-    def register(self, key: str, pages: int = 2) -> int:
+    def register(self, key: str, pages: int = 2, size_class: int = 0) -> int:
         self.calls += 1
         self.mailbox.inbox.append(
-            RegisterAdapter(self.calls, key, self.kernel_digest(key), pages, ((4, 2),), (0, 1), 1000)
+            RegisterAdapter(
+                self.calls, key, self.kernel_digest(key), pages, ((4, 2),), (0, 1), 1000, size_class
+            )
         )
         return self.calls
 

@@ -6,19 +6,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from loraplex.engine import admission, commit, failures, growth, integrity, launch, loads, pressure
+from loraplex.engine.deltas import PendingDeltas
 from loraplex.engine.state import EngineState
 from loraplex.memory import eviction
 from loraplex.memory.host import HostTier
 from loraplex.memory.leases import RevisionLease, SlotLease
 from loraplex.memory.pages import PagePool
 from loraplex.memory.residency import AdapterEntry, SlotDirectory
+from loraplex.memory.slabs import Block, Slabs
 from loraplex.memory.transaction import Transaction
 from loraplex.schedule.queue import WaitingQueue
 from loraplex.schedule.running import RunningTable
@@ -35,6 +37,9 @@ def blind(patch: Patch) -> None:
     patch.setattr(PagePool, "_expect", nothing)
     patch.setattr(PagePool, "check", nothing)
     patch.setattr(PagePool, "require_fence", nothing)
+    patch.setattr(Slabs, "_expect", lambda slabs, block, *_: slabs._of(block))
+    patch.setattr(Slabs, "check", nothing)
+    patch.setattr(Slabs, "require_fence", nothing)
     patch.setattr(HostTier, "check", nothing)
     patch.setattr(integrity, "check", nothing)
     patch.setattr(launch, "validate_launch", nothing)
@@ -43,22 +48,28 @@ def blind(patch: Patch) -> None:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One broken invariant. expected: checkers of which one must see it. kinds: fault kinds that bring it to light."""
+    """One broken invariant. expected: checkers of which one must see it. kinds: fault kinds that bring it to light.
+
+    small: most adapters take a block of a slab page.
+    """
 
     name: str
     apply: Callable[[Patch], None]
     expected: frozenset[str]
     kinds: frozenset[str] = frozenset()
     copy_stream: bool = False
+    small: bool = False
 
 
 MUTANTS: list[Mutant] = []
 
 
-def mutant(*expected: str, kinds: tuple[str, ...] = (), copy_stream: bool = False) -> Callable[[Any], Any]:
+def mutant(
+    *expected: str, kinds: tuple[str, ...] = (), copy_stream: bool = False, small: bool = False
+) -> Callable[[Any], Any]:
     def note(apply: Callable[[Patch], None]) -> Callable[[Patch], None]:
         MUTANTS.append(
-            Mutant(apply.__name__, apply, frozenset(expected), frozenset(kinds), copy_stream=copy_stream)
+            Mutant(apply.__name__, apply, frozenset(expected), frozenset(kinds), copy_stream, small)
         )
         return apply
 
@@ -128,6 +139,65 @@ def a_rollback_keeps_its_pages(patch: Patch) -> None:
             return real(transaction, last_launch)
         finally:
             PagePool.cancel = cancel  # type: ignore[method-assign]
+
+    patch.setattr(Transaction, "rollback", rollback)
+
+
+# ---------------------------------------------------------------- slab pages
+
+
+@mutant("one_owner", "conservation", small=True)
+def a_block_is_given_twice(patch: Patch) -> None:
+    """A block that was just reserved is offered to the next one again."""
+    real = Slabs._take
+
+    def take(slabs: Slabs, slab: Any, index: int, txn: int) -> Any:
+        block = real(slabs, slab, index, txn)
+        slab.state[index] = 0
+        slabs._note_room(slab)
+        return block
+
+    patch.setattr(Slabs, "_take", take)
+
+
+@mutant("one_owner", "equal_output", "publication", "ends_once", "typed_end", "discards", small=True)
+def a_copy_lands_in_the_neighbouring_block(patch: Patch) -> None:
+    real = PendingDeltas.copy
+
+    def copy(deltas: PendingDeltas, digest: str, slot: int, generation: int, place: Any) -> None:
+        if isinstance(place, Block):
+            place = replace(place, index=place.index & ~1)
+        real(deltas, digest, slot, generation, place)
+
+    patch.setattr(PendingDeltas, "copy", copy)
+
+
+@mutant("one_owner", "equal_output", "discards", "ends_once", "typed_end", small=True)
+def a_slab_goes_back_with_its_first_free_block(patch: Patch) -> None:
+    real = Slabs._to_free
+
+    def to_free(slabs: Slabs, slab: Any, block: Any, last_launch: int) -> bool:
+        slab.state[:] = 0
+        return real(slabs, slab, block, last_launch)
+
+    patch.setattr(Slabs, "_to_free", to_free)
+
+
+@mutant(
+    "late_write", "equal_output", "one_owner", "ends_once", "discards", "crash", copy_stream=True, small=True
+)
+def blocks_are_reused_while_a_launch_names_them(patch: Patch) -> None:
+    pages_are_reused_while_a_launch_names_them(patch)
+
+
+@mutant("conservation", "one_owner", kinds=("torn_copy", "failed_copy", "digest_mismatch"), small=True)
+def a_rollback_keeps_its_block(patch: Patch) -> None:
+    real = Transaction.rollback
+
+    def rollback(transaction: Transaction, last_launch: int) -> Any:
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(Slabs, "cancel", nothing)
+            return real(transaction, last_launch)
 
     patch.setattr(Transaction, "rollback", rollback)
 

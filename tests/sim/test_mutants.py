@@ -21,6 +21,8 @@ def busy_setup(seed: int, mutant: Mutant) -> Setup:
     """A drawn setup with work enough to meet every path: small pool, swaps, pins, many arrivals."""
     drawn = draw_setup(seed, depth=1, faults=frozenset(Fault(kind) for kind in mutant.kinds))
     limits = replace(drawn.limits, copies_on_compute_stream=not mutant.copy_stream, scrub=False)
+    if mutant.small:
+        limits = replace(limits, kv=replace(limits.kv, page_tokens=4), max_adapter_slots=16)
     return replace(
         drawn,
         limits=limits,
@@ -28,7 +30,8 @@ def busy_setup(seed: int, mutant: Mutant) -> Setup:
         cap=12,
         swaps=0.02,
         base_share=0.2,
-        aliases=max(drawn.aliases, 4),
+        aliases=8 if mutant.small else max(drawn.aliases, 4),
+        small_share=0.9 if mutant.small else 0.0,
     )
 
 
@@ -51,11 +54,14 @@ def test_a_checker_sees_it(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> N
     assert mutant.expected & set(seen), f"{mutant.name} was seen by {seen or 'nobody'}"
 
 
+@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("copy_stream", [False, True])
-def test_nothing_is_seen_where_nothing_is_broken(copy_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_seen_where_nothing_is_broken(
+    copy_stream: bool, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blind(monkeypatch)
     kinds = frozenset({"torn_copy", "duplicate_completion", "late_kv_write"})
-    sane = Mutant("none", lambda patch: None, frozenset(), kinds, copy_stream)
+    sane = Mutant("none", lambda patch: None, frozenset(), kinds, copy_stream, small)
     for seed in range(3):
         assert simulate(seed, TICKS, setup=busy_setup(seed, sane)).violation is None
 

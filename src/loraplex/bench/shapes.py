@@ -15,7 +15,14 @@ import numpy as np
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import Module
-from loraplex.core.layout import EXTENT_COLUMNS, AdapterImage, ModuleShape, object_demand, page_checksum, place
+from loraplex.core.layout import (
+    EXTENT_COLUMNS,
+    AdapterImage,
+    ModuleShape,
+    object_demand,
+    page_checksum,
+    place,
+)
 from loraplex.core.messages import RegisterAdapter
 from loraplex.runtime.base import BaseModel
 

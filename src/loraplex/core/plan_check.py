@@ -264,9 +264,7 @@ def _check_copies(plan: BatchPlan, bounds: PlanBounds) -> None:
     code, copies, pages = ErrorCode.PLAN_PAGE_TABLE, plan.copies, plan.copy_pages
     counts, size_class, block = copies[:, COPY_PAGES], copies[:, COPY_CLASS], copies[:, COPY_BLOCK]
     _require(_within(pages, 1, bounds.num_pages), code, "a copy names the null page or none")
-    _require(
-        (counts >= 0).all() and int(counts.sum()) == pages.size, code, "copies and their pages disagree"
-    )
+    _require((counts >= 0).all() and int(counts.sum()) == pages.size, code, "copies and their pages disagree")
     _require(
         _within(size_class, 0, MAX_SIZE_CLASS + 1) and _blocks_exist(size_class, block), code,
         "a copy names no block",

@@ -58,7 +58,8 @@ def _check_adapters(state: EngineState) -> None:
     counts = state.pool.counts()
     if counts.adapter - counts.slab != owned:
         raise InternalFault(
-            ErrorCode.PAGE_CONSERVATION, f"{counts.adapter - counts.slab} adapter pages, adapters name {owned}"
+            ErrorCode.PAGE_CONSERVATION,
+            f"{counts.adapter - counts.slab} adapter pages, adapters name {owned}",
         )
     slabs = state.pool.slabs.counts()
     if slabs.owned_blocks != blocks:

@@ -41,10 +41,11 @@ def _offer(state: EngineState, entries: Sequence[AdapterEntry], pages: int) -> O
 
 def of_pages(state: EngineState, keep: AdapterEntry | None = None, spared: int = 0) -> list[Offer]:
     """Everything that could give pages. keep: an adapter that stays; spared: a slab page that stays."""
-    out = []
-    for entry in state.occupied.values():
-        if not entry.size_class and entry is not keep and eviction.eligible(entry, state.committed):
-            out.append(_offer(state, [entry], entry.page_count))
+    out = [
+        _offer(state, [entry], entry.page_count)
+        for entry in state.occupied.values()
+        if not entry.size_class and entry is not keep and eviction.eligible(entry, state.committed)
+    ]
     for page in state.pool.slabs.slab_pages():
         owners = state.pool.slabs.owners(page)
         if page == spared or owners is None:

@@ -128,7 +128,9 @@ def _room(
     the two ranking gives up first, and the other where that does not suffice.
     """
     if demand.size_class and not demand.adapter:
-        return _with_victims(state, demand, entry, evicting, spared=state.pool.slabs.next_page(demand.size_class))
+        return _with_victims(
+            state, demand, entry, evicting, spared=state.pool.slabs.next_page(demand.size_class)
+        )
     as_pages = _with_victims(state, demand, entry, evicting)
     if not demand.size_class or not evicting or (as_pages is not None and not as_pages[1]):
         return as_pages
@@ -161,7 +163,9 @@ def _with_victims(
     slots = max(slots - len(first), 0)
     if not pages and not slots:
         return demand, list(first)
-    victims = offers.choose(state, pages, keep=entry, count=slots, spared=spared, gone=first) if evicting else None
+    victims = (
+        offers.choose(state, pages, keep=entry, count=slots, spared=spared, gone=first) if evicting else None
+    )
     return None if victims is None else (demand, [*first, *victims])
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from loraplex.core.errors import CallerError, ErrorCode, InternalFault
 from loraplex.core.events import AdapterRevoked
-from loraplex.core.layout import MAX_SIZE_CLASS
+from loraplex.core.layout import MAX_SIZE_CLASS, block_bytes
 from loraplex.core.messages import RegisterAdapter, RemoveAdapter, Reply, RevokeAdapter
 from loraplex.engine.hosting import drop_unnamed
 from loraplex.engine.offers import image_bytes
@@ -35,7 +35,7 @@ def register(state: EngineState, message: RegisterAdapter) -> None:
             )
         state.outbox.append(Reply(message.call_id, body=describe(state, known)))
         return
-    _require_sound(message)
+    _require_sound(message, state.pool.page_bytes)
     if message.pages > state.pool.usable:
         raise CallerError(
             ErrorCode.ADAPTER_TOO_LARGE,
@@ -56,7 +56,7 @@ def register(state: EngineState, message: RegisterAdapter) -> None:
     state.wants.append(Want(entry, Purpose.REGISTER, message.call_id))
 
 
-def _require_sound(message: RegisterAdapter) -> None:
+def _require_sound(message: RegisterAdapter, page_bytes: int) -> None:
     """What a preparation says of its image must at least be possible; nothing else here looks at it before a copy."""
     for name, digest in (("key", message.key), ("kernel digest", message.kernel_digest)):
         if not digest:
@@ -71,10 +71,12 @@ def _require_sound(message: RegisterAdapter) -> None:
             ErrorCode.OPERATOR_LAYOUT,
             f"an image of {message.pages} pages, {message.host_bytes} bytes and ranks {message.ranks} cannot be",
         )
-    if not 0 <= message.size_class <= MAX_SIZE_CLASS or (message.size_class and message.pages != 1):
+    size_class = message.size_class
+    exists = 0 <= size_class <= MAX_SIZE_CLASS and block_bytes(page_bytes, size_class) > 0
+    if not exists or (size_class and message.pages != 1):
         raise InternalFault(
             ErrorCode.OPERATOR_LAYOUT,
-            f"an image of {message.pages} pages cannot take a block of size class {message.size_class}",
+            f"an image of {message.pages} pages cannot take a block of size class {size_class} of {page_bytes} bytes",
         )
 
 

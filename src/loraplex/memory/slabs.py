@@ -179,9 +179,7 @@ class Slabs:
 
     def release(self, block: Block, owner: int, generation: int, last_launch: int) -> bool:
         """Free a block of `owner`@`generation`; whether its page went back to the pool with it."""
-        return self._to_free(
-            self._expect(block, BlockState.OWNED, owner, generation), block, last_launch
-        )
+        return self._to_free(self._expect(block, BlockState.OWNED, owner, generation), block, last_launch)
 
     def dissolvable(self, page: int, blocks: int) -> bool:
         """Whether a slab has no more than `blocks` blocks in use: with those gone it is a page again."""
@@ -195,9 +193,7 @@ class Slabs:
         if (slab.state[used] != BlockState.RESERVED).any() or (slab.owner[used] != txn).any():
             raise InternalFault(ErrorCode.PAGE_OWNER, f"slab page {page} has blocks of others than {txn}")
         pages = self._forget(slab)
-        self._pool.take_over(
-            pages, PageState.SLAB, slab.serial, slab.serial, txn, int(slab.fence.max())
-        )
+        self._pool.take_over(pages, PageState.SLAB, slab.serial, slab.serial, txn, int(slab.fence.max()))
         return pages
 
     def share(self, block: Block) -> None:
@@ -282,7 +278,9 @@ class Slabs:
             if slab.free == slab.state.size:
                 raise InternalFault(ErrorCode.PAGE_CONSERVATION, f"slab page {page} is empty and was kept")
             if (page in self._roomy[slab.size_class]) != (slab.free > 0 and not slab.held_back):
-                raise InternalFault(ErrorCode.PAGE_CONSERVATION, f"the free blocks of page {page} are listed wrong")
+                raise InternalFault(
+                    ErrorCode.PAGE_CONSERVATION, f"the free blocks of page {page} are listed wrong"
+                )
 
     def _to_free(self, slab: _Slab, block: Block, last_launch: int) -> bool:
         slab.state[block.index] = BlockState.FREE

@@ -147,7 +147,9 @@ class Transaction:
         if shared and pool.slabs.has_free(demand.size_class):
             block = pool.slabs.reserve(demand.size_class, txn)
         elif shared:
-            donor = next((v.block for v in victims if v.block and v.block.size_class == demand.size_class), None)
+            donor = next(
+                (v.block for v in victims if v.block and v.block.size_class == demand.size_class), None
+            )
             if donor is None:
                 return None
         whole = dissolving(pool, victims, donor)

@@ -125,9 +125,7 @@ class RequestMirrors:
         if np.unique(written).size != written.size:
             raise InternalFault(code, "two requests write to one page")
         scrubbed = np.concatenate([plan.scrub_pages, plan.scrub_blocks[:, 0]])
-        foreign = np.concatenate(
-            [plan.copy_pages, scrubbed[~np.isin(scrubbed, plan.page_deltas[:, 2])]]
-        )
+        foreign = np.concatenate([plan.copy_pages, scrubbed[~np.isin(scrubbed, plan.page_deltas[:, 2])]])
         if foreign.size and np.isin(tables[used], foreign).any():
             raise InternalFault(
                 code, "a page that this step copies to or scrubs holds KV of one of its requests"

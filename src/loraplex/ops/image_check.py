@@ -64,7 +64,9 @@ def check_image(
     if image.itemsize != itemsize:
         raise _refuse(f"its factors have {image.itemsize} bytes an element, the table {itemsize}")
     if image.pages.shape != (len(image.checksums), page_bytes):
-        raise _refuse(f"its bytes have the shape {image.pages.shape}, its place {page_count} of {page_bytes} bytes")
+        raise _refuse(
+            f"its bytes have the shape {image.pages.shape}, its place {page_count} of {page_bytes} bytes"
+        )
     if page_count != len(image.checksums):
         raise _refuse(f"it has {len(image.checksums)} pages, {page_count} were given")
     d_in, d_out = _dimension_tables(dims)

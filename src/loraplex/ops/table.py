@@ -146,6 +146,8 @@ class AdapterTable:
         """What a kernel family keeps for this table from step to step."""
         self._last = np.zeros(max_slots, dtype=np.int64)
         self._adapters: list[ResidentAdapter | None] = [None] * max_slots
+        # Bytes of each page by the slot that holds them.
+        self._held: dict[int, dict[int, tuple[int, int]]] = {}
         self._weights: torch.Tensor | None = None
 
     @property
@@ -154,13 +156,18 @@ class AdapterTable:
         return int(self.pool.shape[1])
 
     def install(
-        self, slot: int, image: AdapterImage, page_ids: Sequence[int] | I32, size_class: int = 0, block: int = 0
+        self,
+        slot: int,
+        image: AdapterImage,
+        page_ids: Sequence[int] | I32,
+        size_class: int = 0,
+        block: int = 0,
     ) -> None:
         """Bind `slot` to pages that hold the image, in its page order. Reads no factor; nothing can use it yet.
 
         size_class, block: above class 0, the image is this block of its one page, and of that page nothing else is its.
         Raises `operator_layout`, `operator_rank_unsupported`, `plan_page_table` (a page that is null, outside the
-        pool or named twice), `stale_slot_generation` (the slot is still published).
+        pool or named twice, bytes that another slot holds), `stale_slot_generation` (the slot is still published).
         """
         self._check_slot(slot)
         if self.published[slot]:
@@ -171,7 +178,11 @@ class AdapterTable:
         pages = self._check_pages(page_ids)
         offset, width = self.block_span(size_class, block)
         tables = check_image(image, self.modules, self.dtype.itemsize, width, pages.size)
+        self._check_unheld(slot, pages, offset, offset + width)
+        self._leave(slot)
         self._adapters[slot] = self._resident(tables, pages, offset)
+        for page in pages.tolist():
+            self._held.setdefault(page, {})[slot] = (offset, offset + width)
         self.revision += 1
 
     def publish(self, slot: int, generation: int) -> None:
@@ -198,7 +209,7 @@ class AdapterTable:
                 ErrorCode.STALE_SLOT_GENERATION,
                 f"adapter slot {slot} holds generation {published}, not {generation}, and cannot be retired as that",
             )
-        self._adapters[slot] = None
+        self._leave(slot)
         self.published[slot] = 0
         self.revision += 1
 
@@ -258,9 +269,7 @@ class AdapterTable:
             staged = torch.from_numpy(source.copy()).pin_memory()  # the source may be a read-only mapping
             target.copy_(staged, non_blocking=True)
 
-    def checksums(
-        self, page_ids: Sequence[int] | I32, size_class: int = 0, block: int = 0
-    ) -> torch.Tensor:
+    def checksums(self, page_ids: Sequence[int] | I32, size_class: int = 0, block: int = 0) -> torch.Tensor:
         """Checksums of pages, or of one block of each, as they lie on the device, int64 [n].
 
         Equal to `layout.page_checksum` of those bytes; no byte beside them is read.
@@ -295,6 +304,23 @@ class AdapterTable:
             pool=self.pool,
             dtype=self.dtype,
         )
+
+    def _check_unheld(self, slot: int, pages: I64, start: int, end: int) -> None:
+        for page in pages.tolist():
+            for other, (low, high) in self._held.get(page, {}).items():
+                if other != slot and start < high and low < end:
+                    raise InternalFault(
+                        ErrorCode.PLAN_PAGE_TABLE,
+                        f"bytes {start} to {end} of page {page} are given to adapter slot {slot}, slot {other} holds "
+                        f"{low} to {high}",
+                    )
+
+    def _leave(self, slot: int) -> None:
+        adapter, self._adapters[slot] = self._adapters[slot], None
+        for page in adapter.pages.tolist() if adapter is not None else ():
+            del self._held[page][slot]
+            if not self._held[page]:
+                del self._held[page]
 
     def _check_slot(self, slot: int) -> None:
         if not BASE_SLOT < slot < self.max_slots:

@@ -228,7 +228,9 @@ class Checkers:
         expected = sum(1 << min(classes) for classes in room.values())
         pages = set(self._state.pool.slabs.slab_pages())
         if room.keys() != pages or len(blocks) != expected or any(len(c) > 1 for c in room.values()):
-            raise Wrong("conservation", f"{len(blocks)} blocks of {expected} are accounted for in {sorted(pages)}")
+            raise Wrong(
+                "conservation", f"{len(blocks)} blocks of {expected} are accounted for in {sorted(pages)}"
+            )
 
     def at_end(self) -> None:
         """Everything finished: nothing is left behind."""

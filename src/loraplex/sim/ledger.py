@@ -28,7 +28,9 @@ def page_ledger(state: EngineState) -> I32:
 def block_ledger(state: EngineState) -> list[tuple[int, int, int]]:
     """(page, size class, index) of every block named by any owner, with repeats; every block of every slab page, once each,
     when all is well."""
-    blocks = [entry.block for entry in state.adapters.values()] + [entry.block for entry, _ in state.departing]
+    blocks = [entry.block for entry in state.adapters.values()] + [
+        entry.block for entry, _ in state.departing
+    ]
     for job in state.loads.values():
         blocks += [job.transaction.block, *job.transaction.spare_blocks]
     named = [(block.page, block.size_class, block.index) for block in blocks if block is not None]

@@ -196,7 +196,14 @@ class Names:
     def _ask_to_register(self, image: Image) -> None:
         self._by_key[image.key] = image
         message = RegisterAdapter(
-            self._next(), image.key, image.kernel_digest, image.pages, ((4, 2),), (0, 1), 1000, image.size_class
+            self._next(),
+            image.key,
+            image.kernel_digest,
+            image.pages,
+            ((4, 2),),
+            (0, 1),
+            1000,
+            image.size_class,
         )
         self._send(Kind.REGISTER, image, message)
 
