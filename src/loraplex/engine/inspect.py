@@ -43,6 +43,7 @@ def inspect_engine(state: EngineState) -> dict[str, Any]:
             "wanted": len(state.wants),
             "published": state.traffic.loads,
             "copied_pages": state.traffic.copied_pages,
+            "copied_bytes": state.traffic.copied_bytes,
             "failures": state.traffic.failures,
             "restorations": state.traffic.restorations,
             "by_purpose": dict(state.traffic.by_purpose),

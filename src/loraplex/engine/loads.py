@@ -13,6 +13,7 @@ from loraplex.core import limits
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import CopyIgnored, RestorationFailed
 from loraplex.engine.failures import count_failure
+from loraplex.engine.offers import image_bytes
 from loraplex.engine.pressure import leave_slot, move
 from loraplex.engine.records import LoadJob, Phase, Purpose, RequestRecord
 from loraplex.engine.state import EngineState
@@ -96,7 +97,8 @@ def _publish(state: EngineState, job: LoadJob) -> None:
         _gone(state, victim)
     traffic = state.traffic
     traffic.loads += 1
-    traffic.copied_pages += entry.page_count
+    traffic.copied_pages += 0 if entry.size_class else entry.page_count
+    traffic.copied_bytes += image_bytes(state, entry)
     traffic.by_purpose[job.purpose.name.lower()] = traffic.by_purpose.get(job.purpose.name.lower(), 0) + 1
     if job.purpose.speculative:
         entry.prefetched = True

@@ -62,9 +62,10 @@ class Speculation:
 
 @dataclass(slots=True)
 class Traffic:
-    """Pages that loads moved, for load amplification; failures of loads and fetches."""
+    """Whole pages and bytes that loads moved, for load amplification; failures of loads and fetches."""
 
     copied_pages: int = 0
+    copied_bytes: int = 0
     loads: int = 0
     failures: int = 0
     restorations: int = 0

@@ -58,6 +58,7 @@ class Metrics:
         )
         self._pages = Gauge("loraplex_pages", "Pages of the pool by state.", ["state"], registry=registry)
         self._page_bytes = Gauge("loraplex_page_bytes", "Size of a page.", registry=registry)
+        self._slabs = Gauge("loraplex_slab_bytes", "Bytes of slab pages by state.", ["state"], registry=registry)
         self._adapters = Gauge("loraplex_adapters", "Adapters by residency.", ["state"], registry=registry)
         self._steps = Gauge("loraplex_engine_steps", "Steps committed by the engine.", registry=registry)
         self._host = Gauge(
@@ -76,6 +77,8 @@ class Metrics:
             for state in ("free", "reserved", "adapter", "kv"):
                 self._pages.labels(state).set(figures["pages"][state])
             self._page_bytes.set(figures["pages"]["page_bytes"])
+            for state in ("free", "reserved", "owned", "tail"):
+                self._slabs.labels(state).set(figures["slabs"][f"{state}_bytes"])
             self._steps.set(figures["steps"]["committed"])
             self._preemptions.set(figures["preemptions"])
             for what in ("used", "limit"):
