@@ -113,5 +113,7 @@ def run_boundaries(keys: I32) -> tuple[I32, I32]:
     """Contiguous runs of equal keys. keys [n] -> offsets [K + 1], key of each run [K]."""
     if keys.size == 0:
         return np.zeros(1, dtype=np.int32), empty()
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(keys)) + 1])
-    return np.append(starts, keys.size).astype(np.int32), keys[starts]
+    changes = np.flatnonzero(keys[1:] != keys[:-1])
+    offsets = np.empty(changes.size + 2, dtype=np.int32)
+    offsets[0], offsets[1:-1], offsets[-1] = 0, changes + 1, keys.size
+    return offsets, keys[offsets[:-1]]

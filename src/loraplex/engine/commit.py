@@ -11,7 +11,7 @@ from loraplex.core.errors import ErrorCode, InternalFault, error_for
 from loraplex.core.events import FirstToken, IterationCompleted, PlanDiscarded, StepFailed
 from loraplex.core.messages import TokenBinding, TokenLogprobs, Tokens
 from loraplex.core.packed import I32, bits_float
-from loraplex.core.plan import StepResult
+from loraplex.core.plan import BatchPlan, StepResult
 from loraplex.core.request import FinishReason
 from loraplex.engine import admission, constraints, growth, loads
 from loraplex.engine.records import Phase, RequestRecord
@@ -187,7 +187,7 @@ def _emit_iteration(state: EngineState, flight: Flight, result: StepResult) -> N
             decode_rows=plan.rows - plan.doff,
             requests=len(plan.requests),
             distinct_adapters=int(plan.group_adapters.size),
-            runs_before=flight.runs_before,
+            runs_before=_runs_before(plan),
             runs=int(plan.segment_adapters.size),
             rank_rows=int((ranks * np.diff(plan.group_offsets)).sum()) if ranks.size else 0,
             sampled=len(plan.samples),
@@ -197,6 +197,13 @@ def _emit_iteration(state: EngineState, flight: Flight, result: StepResult) -> N
             waiting=len(state.queue),
         )
     )
+
+
+def _runs_before(plan: BatchPlan) -> int:
+    """Runs of one adapter that the requests make in scheduler order, which packing shortened."""
+    adapters = np.empty(len(plan.requests), dtype=np.int32)
+    adapters[plan.requests[:, 7]] = plan.requests[:, 2]
+    return int(np.count_nonzero(adapters[1:] != adapters[:-1])) + (adapters.size > 0)
 
 
 def undo(state: EngineState, failed: list[tuple[Flight, str]]) -> None:

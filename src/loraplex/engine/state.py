@@ -38,7 +38,6 @@ class Flight:
     selection: Selection
     deltas: Deltas
     plan_ns: int
-    runs_before: int
 
 
 @dataclass(slots=True)
