@@ -60,8 +60,9 @@ def launch(state: EngineState, backend: Backend, flight: Flight) -> bool:
     state.table.advance_planned(selection.slots, selection.rows, selection.samples)
     samplers = plan.requests[plan.samples[:, 1], 0].astype(np.int64)
     state.table.note_samples(selection.slots, samplers, plan.generation)
+    entry_of_slot, generation = state.entry_of_slot, plan.generation
     for slot in plan.group_adapters.tolist():
-        state.entry_of_slot[slot].last_plan = plan.generation
+        entry_of_slot[slot].last_plan = generation
     state.pool.name(plan.scrub_pages, plan.generation)
     state.flights.append(flight)
     return True
@@ -84,12 +85,12 @@ def _validate_adapters(state: EngineState, plan: BatchPlan) -> None:
             ErrorCode.STALE_SLOT_GENERATION,
             f"request slot {slot} leased adapter slot {leased}, the plan names {named}",
         )
-    named = np.zeros(state.limits.max_adapter_slots, dtype=np.int32)
-    named[adapters] = generations
-    if (named[adapters] != generations).any():
+    current = np.zeros(state.limits.max_adapter_slots, dtype=np.int32)
+    current[adapters] = generations
+    if (current[adapters] != generations).any():
         raise InternalFault(ErrorCode.STALE_SLOT_GENERATION, "one adapter slot is named at two generations")
     distinct, occupied = plan.group_adapters, state.occupied
-    for adapter, generation in zip(distinct.tolist(), named[distinct].tolist(), strict=True):
+    for adapter, generation in zip(distinct.tolist(), current[distinct].tolist(), strict=True):
         entry = occupied.get(adapter)
         if entry is None or entry.generation != generation or not entry.resident:
             raise InternalFault(

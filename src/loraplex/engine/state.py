@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from loraplex.core.errors import LoraplexError
 from loraplex.core.events import AdapterTransition, Event, RequestFinished
 from loraplex.core.messages import Ended, FromEngine
@@ -71,7 +73,7 @@ class Traffic:
 class EngineState:
     """Pool, adapters, requests, queue, flights, outgoing messages and events.
 
-    adapters: registered ones by key. departing: removed ones that are still in use, with the call that hears of their
+    adapters: registered ones by key. rank_sums: of the adapter that was last published in each adapter slot. departing: removed ones that are still in use, with the call that hears of their
     end. occupied: adapter slots that are taken, with or without a published adapter; occupied_pages: pages of them all. sharers: adapters that have not left,
     by the kernel digest of their image. pinned: those with a pin.
     """
@@ -84,7 +86,7 @@ class EngineState:
         self.host = HostTier(limits.host_bytes if limits.host_bytes is not None else NO_BOUND)
         self.pool = PagePool(limits.num_pages, limits.kv.page_bytes)
         self.directory = SlotDirectory(limits.max_adapter_slots)
-        self.table = RunningTable(limits.max_requests, limits.max_pages_per_request)
+        self.table = RunningTable(limits.max_requests, limits.max_pages_per_request, limits.max_model_len)
         self.queue = WaitingQueue()
         self.records: dict[str, RequestRecord] = {}
         self.by_slot: dict[int, RequestRecord] = {}
@@ -103,6 +105,7 @@ class EngineState:
         self.traffic = Traffic()
         self.departing: list[tuple[AdapterEntry, int]] = []
         self.entry_of_slot: dict[int, AdapterEntry] = {}
+        self.rank_sums = np.zeros(limits.max_adapter_slots, dtype=np.int64)
         self.loads: dict[tuple[int, int], LoadJob] = {}
         self.flights: deque[Flight] = deque()
         self.deltas = PendingDeltas()

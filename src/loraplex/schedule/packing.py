@@ -152,7 +152,7 @@ def build_plan(
     requests = np.empty((order.size, len(REQUEST_COLUMNS)), dtype=np.int32)
     columns = (
         work.slot[order], work.incarnation[order], adapters, work.adapter_generation[order], kv_start, rows,
-        work.frontier[order], order,
+        work.frontier[order], order.astype(np.int32),
     )  # fmt: skip
     for index, column in enumerate(columns):
         requests[:, index] = column
