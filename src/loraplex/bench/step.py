@@ -10,7 +10,7 @@ import json
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -87,7 +87,10 @@ class _Plans:
 
 
 class StepBench:
-    """An engine with `running` requests decoding, over `adapters` adapters in turn, and `waiting` more in its queue."""
+    """An engine with `running` requests decoding, over `adapters` adapters in turn, and `waiting` more in its queue.
+
+    Every adapter is resident before the first request comes, so that the running ones do name so many.
+    """
 
     def __init__(self, running: int, waiting: int, adapters: int, steps: int) -> None:
         kv = KvShape(32, 8, 128, 2, 16)
@@ -107,6 +110,7 @@ class StepBench:
             self.mailbox.post(
                 RegisterAdapter(0, key, key, ADAPTER_PAGES, ((16, 128),), (0, 1, 2, 3), 27 << 20)
             )
+        self._until(lambda: sum(entry.resident for entry in self.engine.state.adapters.values()) == adapters)
         prompt = np.arange(128, dtype="<i4").tobytes()
         sampling = EngineSampling(
             max_tokens=WARM_STEPS + 2 * steps + 200, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0,
@@ -119,15 +123,7 @@ class StepBench:
 
     def measure(self) -> StepRow:
         """Step until everybody who fits decodes, then time `steps` steps."""
-        table = self.engine.state.table
-        for _ in range(1000):
-            self.engine.step()
-            self.mailbox.take()
-            slots = table.runnable()
-            if slots.size == self.running and table.decoding(slots).all():
-                break
-        else:
-            raise InternalFault(ErrorCode.INTERNAL, "the engine did not come to decode its requests")
+        self._until(self._decoding)
         for _ in range(WARM_STEPS):
             self.engine.step()
         self.plans.ns.clear()
@@ -143,6 +139,19 @@ class StepBench:
             statistics.median(self.plans.ns) / 1e6,
             {name: round(statistics.median(spent) / 1e6, 4) for name, spent in parts.items()},
         )  # fmt: skip
+
+    def _decoding(self) -> bool:
+        table = self.engine.state.table
+        slots = table.runnable()
+        return slots.size == self.running and bool(table.decoding(slots).all())
+
+    def _until(self, reached: Callable[[], bool]) -> None:
+        for _ in range(2000):
+            if reached():
+                return
+            self.engine.step()
+            self.mailbox.take()
+        raise InternalFault(ErrorCode.INTERNAL, "the engine did not come to where its steps are timed")
 
     def _timed(self, name: str) -> list[int]:
         """Processor time of one of the step's calls, without the backend's, from now on."""

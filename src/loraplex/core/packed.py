@@ -40,21 +40,24 @@ class PackedFormat:
 
     def pack(self, scalars: Mapping[str, int], arrays: Mapping[str, I32]) -> bytes:
         """Packed bytes of one record. Every scalar and section must be given."""
-        head = PREFIX_WORDS + len(self.scalars)
-        table = np.empty((len(self.sections), 2), dtype=np.int32)
-        offset = head + 2 * len(self.sections)
+        table: list[int] = []
+        offset = PREFIX_WORDS + len(self.scalars) + 2 * len(self.sections)
         parts: list[I32] = []
-        for index, section in enumerate(self.sections):
-            array = np.ascontiguousarray(arrays[section.name], dtype=np.int32).reshape(-1)
-            table[index, 0] = offset
-            table[index, 1] = array.size // section.width
-            offset += array.size
-            parts.append(array)
-        prefix = np.array(
-            [self.magic, self.version, offset, len(self.sections), *(scalars[name] for name in self.scalars)],
-            dtype=np.int32,
-        )
-        return np.concatenate([prefix, table.reshape(-1), *parts]).tobytes()
+        for section in self.sections:
+            array = arrays[section.name]
+            size = array.size
+            table += (offset, size // section.width)
+            if size:
+                parts.append(np.ascontiguousarray(array, dtype=np.int32).reshape(-1))
+                offset += size
+        prefix = [
+            self.magic,
+            self.version,
+            offset,
+            len(self.sections),
+            *(scalars[name] for name in self.scalars),
+        ]
+        return np.concatenate([np.array([*prefix, *table], dtype=np.int32), *parts]).tobytes()
 
     def unpack(self, data: bytes | memoryview) -> tuple[dict[str, int], dict[str, I32]]:
         """Scalars and zero-copy section views of packed bytes; raises this format's fault on any inconsistency."""
@@ -113,5 +116,7 @@ def run_boundaries(keys: I32) -> tuple[I32, I32]:
     """Contiguous runs of equal keys. keys [n] -> offsets [K + 1], key of each run [K]."""
     if keys.size == 0:
         return np.zeros(1, dtype=np.int32), empty()
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(keys)) + 1])
-    return np.append(starts, keys.size).astype(np.int32), keys[starts]
+    changes = np.flatnonzero(keys[1:] != keys[:-1])
+    offsets = np.empty(changes.size + 2, dtype=np.int32)
+    offsets[0], offsets[1:-1], offsets[-1] = 0, changes + 1, keys.size
+    return offsets, keys[offsets[:-1]]

@@ -9,8 +9,10 @@ Specification: 0x02D, 0x03C, 0x06E.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.layout import MAX_SIZE_CLASS
@@ -24,6 +26,8 @@ from loraplex.core.plan import (
     BatchPlan,
     mask_width,
 )
+
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +50,50 @@ def _within(values: I32, low: int, high: int) -> bool:
     return values.size == 0 or (int(values.min()) >= low and int(values.max()) < high)
 
 
+def _at_least(values: I32, low: int) -> bool:
+    return values.size == 0 or int(values.min()) >= low
+
+
+def _same(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> bool:
+    return left.shape == right.shape and bool((left == right).all())
+
+
+def _rising(values: I32) -> bool:
+    return values.size < 2 or bool((values[1:] > values[:-1]).all())
+
+
+def _mark(values: I32, bound: int) -> Bools:
+    """[bound]: which of 0 to bound - 1 occur in `values`, all of which lie there."""
+    marks = np.zeros(bound, dtype=np.bool_)
+    marks[values] = True
+    return marks
+
+
+def _distinct(values: I32, bound: int) -> bool:
+    """Whether no two of `values`, all from 0 to bound - 1, are equal."""
+    return values.size < 2 or int(np.count_nonzero(_mark(values, bound))) == values.size
+
+
 def _offsets_tile(offsets: I32, end: int) -> bool:
     """Whether offsets start at 0, grow strictly and end at `end` ([0] alone when `end` is 0)."""
-    return bool(offsets.size >= 1 and offsets[0] == 0 and offsets[-1] == end and (np.diff(offsets) > 0).all())
+    return bool(offsets.size >= 1 and offsets[0] == 0 and offsets[-1] == end and _rising(offsets))
 
 
 def check_plan(plan: BatchPlan, bounds: PlanBounds) -> None:
     """Raise the stable code of the first invariant that `plan` breaks."""
-    _check_rows(plan, bounds)
-    _check_phases(plan)
-    _check_segments(plan)
-    _check_groups(plan)
-    _check_logits(plan, bounds)
+    indptr = plan.row_indptr
+    _check_rows(plan, bounds, indptr)
+    _check_tokens(plan, bounds)
+    _check_phases(plan, indptr)
+    row_adapters = plan.row_adapters
+    _check_segments(plan, row_adapters)
+    _check_groups(plan, bounds, row_adapters)
+    _check_logits(plan, bounds, indptr)
     _check_masks(plan, bounds)
     _check_deltas(plan, bounds)
 
 
-def _check_rows(plan: BatchPlan, bounds: PlanBounds) -> None:
+def _check_rows(plan: BatchPlan, bounds: PlanBounds, indptr: I32) -> None:
     requests, total = plan.requests, plan.rows
     code = ErrorCode.PLAN_ROW_COVERAGE
     _require(
@@ -70,61 +101,69 @@ def _check_rows(plan: BatchPlan, bounds: PlanBounds) -> None:
         ErrorCode.PLAN_MALFORMED,
         f"plan generation is {plan.generation}, at least 1 needed",
     )
+    count = len(requests)
     _require(
-        plan.prefills >= 0 and plan.decodes >= 0 and plan.prefills + plan.decodes == len(requests), code,
-        f"{plan.prefills} prefills and {plan.decodes} decodes do not make {len(requests)} requests",
+        plan.prefills >= 0 and plan.decodes >= 0 and plan.prefills + plan.decodes == count, code,
+        f"{plan.prefills} prefills and {plan.decodes} decodes do not make {count} requests",
     )  # fmt: skip
-    rows = requests[:, 5]
-    _require((rows > 0).all(), code, "a request has no rows")
-    _require(int(rows.sum()) == total, code, f"requests own {int(rows.sum())} rows of {total}")
+    slots, rows = requests[:, 0], requests[:, 5]
+    _require(_at_least(rows, 1), code, "a request has no rows")
+    _require(int(indptr[-1]) == total, code, f"requests own {int(indptr[-1])} rows of {total}")
     _require(plan.positions.size == total, code, f"{plan.positions.size} positions for {total} rows")
-    _require(_within(requests[:, 0], 0, bounds.max_requests), code, "a request slot is out of bounds")
-    _require(np.unique(requests[:, 0]).size == len(requests), code, "a request slot appears twice")
+    _require(_within(slots, 0, bounds.max_requests), code, "a request slot is out of bounds")
+    _require(_distinct(slots, bounds.max_requests), code, "a request slot appears twice")
     _require(
         _within(requests[:, 2], 0, bounds.max_adapter_slots),
         ErrorCode.PLAN_SEGMENTS,
         "an adapter slot is out of bounds",
     )
-    order = np.sort(requests[:, 7])
-    _require(np.array_equal(order, np.arange(len(requests))), code, "scheduler indices are not a permutation")
+    order = requests[:, 7]
+    _require(
+        _within(order, 0, count) and _distinct(order, count),
+        code,
+        "scheduler indices are not a permutation",
+    )
     kv_start = requests[:, 4]
-    _require((kv_start >= 0).all(), ErrorCode.PLAN_POSITION, "a request starts before position 0")
-    indptr = plan.row_indptr
+    _require(_at_least(kv_start, 0), ErrorCode.PLAN_POSITION, "a request starts before position 0")
     expected = np.arange(total) - np.repeat(indptr[:-1] - kv_start, rows)
     _require(
-        np.array_equal(plan.positions, expected), ErrorCode.PLAN_POSITION,
+        _same(plan.positions, expected), ErrorCode.PLAN_POSITION,
         "positions of a request's rows are not consecutive from its KV frontier",
     )  # fmt: skip
+
+
+def _check_tokens(plan: BatchPlan, bounds: PlanBounds) -> None:
+    code = ErrorCode.PLAN_TOKEN_REFERENCE
     _require(
-        _within(plan.tokens, -(1 << 30), bounds.vocab_size), ErrorCode.PLAN_TOKEN_REFERENCE,
+        _within(plan.tokens, -(1 << 30), bounds.vocab_size), code,
         f"a token id lies outside the vocabulary of {bounds.vocab_size}",
     )  # fmt: skip
-    references = plan.tokens < 0
     _require(
-        not references.any() or plan.reference != NO_REFERENCE, ErrorCode.PLAN_TOKEN_REFERENCE,
+        plan.reference != NO_REFERENCE or _at_least(plan.tokens, 0), code,
         "a token refers to an earlier plan, but the plan names none",
     )  # fmt: skip
     _require(
-        plan.reference == NO_REFERENCE or 0 < plan.reference < plan.generation, ErrorCode.PLAN_TOKEN_REFERENCE,
+        plan.reference == NO_REFERENCE or 0 < plan.reference < plan.generation, code,
         f"plan {plan.generation} cannot refer to plan {plan.reference}",
     )  # fmt: skip
 
 
-def _check_phases(plan: BatchPlan) -> None:
+def _check_phases(plan: BatchPlan, indptr: I32) -> None:
     code = ErrorCode.PLAN_PHASE_BOUNDARY
-    indptr = plan.row_indptr
     _require(
-        np.array_equal(plan.prefill_indptr, indptr[: plan.prefills + 1]), code,
+        _same(plan.prefill_indptr, indptr[: plan.prefills + 1]), code,
         "prefill_indptr disagrees with the prefill requests' rows",
     )  # fmt: skip
     _require(
         plan.doff == int(indptr[plan.prefills]), code,
         f"doff is {plan.doff}, prefill rows end at {int(indptr[plan.prefills])}",
     )  # fmt: skip
-    _require((plan.requests[plan.prefills :, 5] == 1).all(), code, "a decode request has other than one row")
+    _require(
+        plan.rows - plan.doff == plan.decodes, code, "a decode request has other than one row"
+    )  # each has one at least
 
 
-def _check_segments(plan: BatchPlan) -> None:
+def _check_segments(plan: BatchPlan, row_adapters: I32) -> None:
     code = ErrorCode.PLAN_SEGMENTS
     offsets, adapters = plan.segment_offsets, plan.segment_adapters
     _require(_offsets_tile(offsets, plan.rows), code, "segment offsets do not tile the rows")
@@ -134,18 +173,16 @@ def _check_segments(plan: BatchPlan) -> None:
         f"{adapters.size} segment adapters for {offsets.size - 1} segments",
     )
     _require(
-        np.array_equal(np.repeat(adapters, np.diff(offsets)), plan.row_adapters), code,
+        _same(np.repeat(adapters, offsets[1:] - offsets[:-1]), row_adapters), code,
         "a segment's adapter is not the adapter of its rows",
     )  # fmt: skip
     base = plan.requests[:, 2] == 0
-    _require((plan.requests[base, 3] == 0).all(), code, "a base-only request names an adapter generation")
+    _require(not (plan.requests[:, 3] * base).any(), code, "a base-only request names an adapter generation")
 
 
-def _check_groups(plan: BatchPlan) -> None:
+def _check_groups(plan: BatchPlan, bounds: PlanBounds, row_adapters: I32) -> None:
     code = ErrorCode.PLAN_GROUPS
     rows, offsets, adapters = plan.group_rows, plan.group_offsets, plan.group_adapters
-    row_adapters = plan.row_adapters
-    active = np.flatnonzero(row_adapters)
     _require(_within(rows, 0, plan.rows), code, "a grouped row is out of bounds")
     _require(_offsets_tile(offsets, rows.size), code, "group offsets do not tile the grouped rows")
     _require(
@@ -153,59 +190,58 @@ def _check_groups(plan: BatchPlan) -> None:
         code,
         f"{adapters.size} group adapters for {offsets.size - 1} groups",
     )
-    _require((adapters > 0).all(), code, "a group stands for base-only rows")
-    _require(np.unique(adapters).size == adapters.size, code, "two groups have one adapter")
     _require(
-        np.array_equal(np.sort(rows), active),
+        _within(adapters, 1, bounds.max_adapter_slots), code, "a group stands for base-only rows or nobody's"
+    )
+    _require(_distinct(adapters, bounds.max_adapter_slots), code, "two groups have one adapter")
+    _require(
+        _distinct(rows, plan.rows) and _same(_mark(rows, plan.rows), row_adapters != 0),
         code,
         "grouped rows are not exactly the adapter rows, each once",
     )
     _require(
-        np.array_equal(row_adapters[rows], np.repeat(adapters, np.diff(offsets))), code,
+        _same(row_adapters[rows], np.repeat(adapters, offsets[1:] - offsets[:-1])), code,
         "a grouped row lies under another adapter's group",
     )  # fmt: skip
 
 
-def _check_logits(plan: BatchPlan, bounds: PlanBounds) -> None:
+def _check_logits(plan: BatchPlan, bounds: PlanBounds, indptr: I32) -> None:
     code = ErrorCode.PLAN_SAMPLE_ROWS
     logit_rows, samples, scored = plan.logit_rows, plan.samples, plan.prompt_logprobs
     _require(_within(logit_rows, 0, plan.rows), code, "a logit row is out of bounds")
-    _require((np.diff(logit_rows) > 0).all(), code, "logit rows are not strictly increasing")
-    indptr, count = plan.row_indptr, len(plan.requests)
+    _require(_rising(logit_rows), code, "logit rows are not strictly increasing")
+    count = len(plan.requests)
     for name, table in (("sample", samples), ("prompt log probability", scored)):
         _require(_within(table[:, 0], 0, logit_rows.size), code, f"a {name} has no logit row")
         _require(_within(table[:, 1], 0, count), code, f"a {name} has no request")
-    last = indptr[samples[:, 1] + 1] - 1
-    _require(np.array_equal(logit_rows[samples[:, 0]], last), code, "a sample is not its request's last row")
-    _require(np.unique(samples[:, 1]).size == len(samples), code, "a request samples twice")
-    scheduler = plan.requests[samples[:, 1], 7]
-    _require((np.diff(scheduler) > 0).all(), code, "samples are not in scheduler order")
+    sampled = samples[:, 1]
+    last = indptr[1:][sampled] - 1
+    _require(_same(logit_rows[samples[:, 0]], last), code, "a sample is not its request's last row")
+    marks = _mark(sampled, count)
+    _require(int(np.count_nonzero(marks)) == len(samples), code, "a request samples twice")
+    _require(_rising(plan.requests[:, 7][sampled]), code, "samples are not in scheduler order")
     _require(
-        np.array_equal(samples[:, 2], plan.positions[last] + 1),
-        code,
-        "a sampled position does not follow its row",
+        _same(samples[:, 2], plan.positions[last] + 1), code, "a sampled position does not follow its row"
     )
-    decodes = np.arange(plan.prefills, count)
-    _require(np.isin(decodes, samples[:, 1]).all(), code, "a decode request samples nothing")
-    rows = logit_rows[scored[:, 0]]
-    owner = np.searchsorted(indptr[1:], rows, side="right")
-    _require(
-        np.array_equal(owner, scored[:, 1]), code, "a prompt log probability lies in another request's rows"
-    )
+    _require(marks[plan.prefills :].all(), code, "a decode request samples nothing")
+    if not len(scored):
+        return
+    owner = np.searchsorted(indptr[1:], logit_rows[scored[:, 0]], side="right")
+    _require(_same(owner, scored[:, 1]), code, "a prompt log probability lies in another request's rows")
     _require(
         _within(scored[:, 2], 0, bounds.vocab_size), code, "a prompt log probability's target is no token"
     )
-    _require((scored[:, 3] >= 0).all(), code, "a prompt log probability asks for a negative count")
+    _require(_at_least(scored[:, 3], 0), code, "a prompt log probability asks for a negative count")
 
 
 def _check_masks(plan: BatchPlan, bounds: PlanBounds) -> None:
     code, samples, words = ErrorCode.PLAN_MASKS, plan.mask_samples, plan.mask_words
     width = mask_width(bounds.vocab_size)
     _require(words.size == samples.size * width, code, f"{words.size} mask words for {samples.size} masks")
-    _require(_within(samples, 0, len(plan.samples)), code, "a mask belongs to no sample")
-    _require((np.diff(samples) > 0).all(), code, "masked samples are not strictly increasing")
     if not samples.size:
         return
+    _require(_within(samples, 0, len(plan.samples)), code, "a mask belongs to no sample")
+    _require(_rising(samples), code, "masked samples are not strictly increasing")
     masks = plan.masks
     _require((masks != 0).any(axis=1).all(), code, "a mask allows no token")
     spare = bounds.vocab_size % 32
@@ -241,13 +277,17 @@ def _check_deltas(plan: BatchPlan, bounds: PlanBounds) -> None:
         "an open names no request slot",
     )
     _require(
-        np.unique(opens[:, 0]).size == len(opens), ErrorCode.PLAN_MALFORMED, "a request slot is opened twice"
+        _distinct(opens[:, 0], bounds.max_requests),
+        ErrorCode.PLAN_MALFORMED,
+        "a request slot is opened twice",
     )
     _require(
         int(opens[:, 12].sum()) == len(plan.open_bias) and int(opens[:, 13].sum()) == plan.open_history.size,
         ErrorCode.PLAN_MALFORMED, "opens disagree with their bias entries or history",
     )  # fmt: skip
     _require(_within(plan.scrub_pages, 1, bounds.num_pages), code, "a scrub names the null page or none")
+    if not len(plan.scrub_blocks):
+        return
     page, size_class, block = plan.scrub_blocks.T
     _require(
         _within(page, 1, bounds.num_pages) and _within(size_class, 1, MAX_SIZE_CLASS + 1) and _blocks_exist(size_class, block),
@@ -263,6 +303,8 @@ def _check_copies(plan: BatchPlan, bounds: PlanBounds) -> None:
     """Copies land in pages of the pool, no two of them in one byte, none where a request is given a page."""
     code, copies, pages = ErrorCode.PLAN_PAGE_TABLE, plan.copies, plan.copy_pages
     counts, size_class, block = copies[:, COPY_PAGES], copies[:, COPY_CLASS], copies[:, COPY_BLOCK]
+    if not copies.size and not pages.size:
+        return
     _require(_within(pages, 1, bounds.num_pages), code, "a copy names the null page or none")
     _require((counts >= 0).all() and int(counts.sum()) == pages.size, code, "copies and their pages disagree")
     _require(

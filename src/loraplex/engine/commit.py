@@ -11,7 +11,7 @@ from loraplex.core.errors import ErrorCode, InternalFault, error_for
 from loraplex.core.events import FirstToken, IterationCompleted, PlanDiscarded, StepFailed
 from loraplex.core.messages import TokenBinding, TokenLogprobs, Tokens
 from loraplex.core.packed import I32, bits_float
-from loraplex.core.plan import StepResult
+from loraplex.core.plan import BatchPlan, StepResult
 from loraplex.core.request import FinishReason
 from loraplex.engine import admission, constraints, growth, loads
 from loraplex.engine.records import Phase, RequestRecord
@@ -99,33 +99,50 @@ def _commit_tokens(
     """Append tokens to live requests, send them, and end the requests that they finish."""
     plan, table = flight.plan, state.table
     slots = plan.requests[plan.samples[:, 1], 0].astype(np.int64)
-    records = [None if slot in faulty else _live(state, slot) for slot in slots.tolist()]
+    records = list(map(state.by_slot.get, slots.tolist()))
+    for index in np.flatnonzero(table.stopping[slots]).tolist():
+        records[index] = _live(state, int(slots[index]))
+    if faulty:
+        records = [None if slot in faulty else r for slot, r in zip(slots.tolist(), records, strict=True)]
     alive = np.array([record is not None for record in records], dtype=np.bool_)
     table.commit_tokens(slots[alive], result.tokens[alive])
-    wanted, outbox = plan.samples[:, 3].tolist(), state.outbox
-    for index, (record, token) in enumerate(zip(records, result.tokens.tolist(), strict=True)):
+    plain = table.plain[slots] & (table.outputs[slots] < table.max_outputs[slots])
+    if scored:
+        plain[:] = False
+    outbox = state.outbox
+    each = zip(records, result.tokens.tolist(), plain.tolist(), strict=True)
+    for index, (record, token, counts) in enumerate(each):
         if record is None:
             continue
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if wanted[index] >= 0:
-            logprobs = (_logprobs(result.logprob_indptr, result.logprob_ids, result.logprob_values, index),)
-        prompt = tuple(scored.pop(record.slot, ())) if scored else ()
-        outbox.append(
-            Tokens(record.request_id, (token,), logprobs, prompt, _binding(state, record, plan.generation))
-        )
-        if (
-            record.first_token
-            and record.constraint is None
-            and token not in record.stop_ids
-            and record.outputs + 1 < record.sampling.max_tokens
-        ):
+        if counts and token not in record.stop_ids:
             record.outputs += 1  # what nearly every token of nearly every step is: one more
+            outbox.append(Tokens(record.request_id, (token,)))
         else:
-            _count_output(state, record, token)
+            _commit_token(state, flight, result, record, index, scored)
     for slot, entries in scored.items():
         owner = _live(state, slot)
         if owner is not None:
             state.outbox.append(Tokens(owner.request_id, (), (), tuple(entries)))
+
+
+def _commit_token(
+    state: EngineState,
+    flight: Flight,
+    result: StepResult,
+    record: RequestRecord,
+    index: int,
+    scored: dict[int, list[TokenLogprobs]],
+) -> None:
+    """Send the token of sample `index` with all that belongs to it, and end its request if it is finished."""
+    plan, token = flight.plan, int(result.tokens[index])
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    if plan.samples[index, 3] >= 0:
+        logprobs = (_logprobs(result.logprob_indptr, result.logprob_ids, result.logprob_values, index),)
+    prompt = tuple(scored.pop(record.slot, ()))
+    binding = _binding(state, record, plan.generation)
+    state.outbox.append(Tokens(record.request_id, (token,), logprobs, prompt, binding))
+    state.table.plain[record.slot] = record.constraint is None and record.sampling.logprobs < 0
+    _count_output(state, record, token)
 
 
 def _binding(state: EngineState, record: RequestRecord, plan: int) -> TokenBinding | None:
@@ -176,9 +193,7 @@ def settle_slots(state: EngineState, slots: Slots) -> None:
 
 def _emit_iteration(state: EngineState, flight: Flight, result: StepResult) -> None:
     plan = flight.plan
-    ranks = np.array(
-        [state.entry_of_slot[slot].rank_sum for slot in plan.group_adapters.tolist()], dtype=np.int64
-    )
+    group_rows = plan.group_offsets[1:] - plan.group_offsets[:-1]
     state.emit(
         IterationCompleted(
             at_ns=state.clock.now_ns(),
@@ -187,9 +202,9 @@ def _emit_iteration(state: EngineState, flight: Flight, result: StepResult) -> N
             decode_rows=plan.rows - plan.doff,
             requests=len(plan.requests),
             distinct_adapters=int(plan.group_adapters.size),
-            runs_before=flight.runs_before,
+            runs_before=_runs_before(plan),
             runs=int(plan.segment_adapters.size),
-            rank_rows=int((ranks * np.diff(plan.group_offsets)).sum()) if ranks.size else 0,
+            rank_rows=int((state.rank_sums[plan.group_adapters] * group_rows).sum()),
             sampled=len(plan.samples),
             free_pages=state.pool.free,
             plan_ns=flight.plan_ns,
@@ -197,6 +212,13 @@ def _emit_iteration(state: EngineState, flight: Flight, result: StepResult) -> N
             waiting=len(state.queue),
         )
     )
+
+
+def _runs_before(plan: BatchPlan) -> int:
+    """Runs of one adapter that the requests make in scheduler order, which packing shortened."""
+    adapters = np.empty(len(plan.requests), dtype=np.int32)
+    adapters[plan.requests[:, 7]] = plan.requests[:, 2]
+    return int(np.count_nonzero(adapters[1:] != adapters[:-1])) + (adapters.size > 0)
 
 
 def undo(state: EngineState, failed: list[tuple[Flight, str]]) -> None:

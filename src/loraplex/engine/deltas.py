@@ -125,6 +125,8 @@ class PendingDeltas:
         still at its generation: behind its retirement it would be another's. A page, or a block of one, is not scrubbed again
         where a copy that was given back may have filled it: the copy is not made twice.
         """
+        if not self:
+            return Deltas()
         taken = {name: _join(name, parts) for name, parts in self._parts.items()}
         self._parts = {name: [] for name in _WIDTHS}
         opens = taken["opens"]
@@ -137,7 +139,8 @@ class PendingDeltas:
         holds = (
             table.active[slots] & (indices < table.pages[slots]) & (table.page_table[slots, indices] == pages)
         )
-        taken["page_deltas"] = taken["page_deltas"][holds]
+        if not holds.all():
+            taken["page_deltas"] = taken["page_deltas"][holds]
         if len(taken["publishes"]):
             held = [directory.generation(slot) == at for slot, at in taken["publishes"].tolist()]
             taken["publishes"] = taken["publishes"][np.array(held)]

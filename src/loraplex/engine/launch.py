@@ -10,7 +10,6 @@ import numpy as np
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import PlanDiscarded
-from loraplex.core.packed import run_boundaries
 from loraplex.core.plan import BatchPlan
 from loraplex.core.plan_check import check_plan
 from loraplex.core.ports import Backend
@@ -40,8 +39,7 @@ def make_flight(state: EngineState, selection: Selection) -> Flight | None:
         deltas=deltas,
         masks=masks,
     )
-    _, before = run_boundaries(np.repeat(state.table.adapter_slot[selection.slots], selection.rows))
-    return Flight(plan, selection, deltas, state.clock.now_ns() - started, int(before.size))
+    return Flight(plan, selection, deltas, state.clock.now_ns() - started)
 
 
 def launch(state: EngineState, backend: Backend, flight: Flight) -> bool:
@@ -62,8 +60,9 @@ def launch(state: EngineState, backend: Backend, flight: Flight) -> bool:
     state.table.advance_planned(selection.slots, selection.rows, selection.samples)
     samplers = plan.requests[plan.samples[:, 1], 0].astype(np.int64)
     state.table.note_samples(selection.slots, samplers, plan.generation)
+    entry_of_slot, generation = state.entry_of_slot, plan.generation
     for slot in plan.group_adapters.tolist():
-        state.entry_of_slot[slot].last_plan = plan.generation
+        entry_of_slot[slot].last_plan = generation
     state.pool.name(plan.scrub_pages, plan.generation)
     state.pool.slabs.name(plan.scrub_blocks, plan.generation)
     state.flights.append(flight)
@@ -71,7 +70,10 @@ def launch(state: EngineState, backend: Backend, flight: Flight) -> bool:
 
 
 def _validate_adapters(state: EngineState, plan: BatchPlan) -> None:
-    """Each row names what its request leased, and each leased slot still holds that generation, published."""
+    """Each row names what its request leased, and each leased slot still holds that generation, published.
+
+    The plan's groups are its distinct adapters: `check_plan` has seen to that.
+    """
     table, slots = state.table, plan.requests[:, 0]
     adapters, generations = plan.requests[:, 2], plan.requests[:, 3]
     wrong = (table.adapter_slot[slots] != adapters) | (table.adapter_generation[slots] != generations)
@@ -84,16 +86,18 @@ def _validate_adapters(state: EngineState, plan: BatchPlan) -> None:
             ErrorCode.STALE_SLOT_GENERATION,
             f"request slot {slot} leased adapter slot {leased}, the plan names {named}",
         )
-    distinct, first = np.unique(adapters, return_index=True)
-    for adapter, generation in zip(distinct.tolist(), generations[first].tolist(), strict=True):
-        entry = state.occupied.get(adapter)
-        if adapter and (entry is None or entry.generation != generation or not entry.resident):
+    current = np.zeros(state.limits.max_adapter_slots, dtype=np.int32)
+    current[adapters] = generations
+    if (current[adapters] != generations).any():
+        raise InternalFault(ErrorCode.STALE_SLOT_GENERATION, "one adapter slot is named at two generations")
+    distinct, occupied = plan.group_adapters, state.occupied
+    for adapter, generation in zip(distinct.tolist(), current[distinct].tolist(), strict=True):
+        entry = occupied.get(adapter)
+        if entry is None or entry.generation != generation or not entry.resident:
             raise InternalFault(
                 ErrorCode.STALE_SLOT_GENERATION,
                 f"adapter slot {adapter} is not published at generation {generation}",
             )
-    if (generations[first][np.searchsorted(distinct, adapters)] != generations).any():
-        raise InternalFault(ErrorCode.STALE_SLOT_GENERATION, "one adapter slot is named at two generations")
 
 
 _REBUILDABLE = frozenset(

@@ -89,6 +89,7 @@ def _publish(state: EngineState, job: LoadJob) -> None:
     else:
         entry.pages = job.transaction.commit_adapter(job.slot, job.generation)
     state.entry_of_slot[job.slot] = entry
+    state.rank_sums[job.slot] = entry.rank_sum
     state.deltas.publish(job.slot, job.generation)
     entry.last_touch = state.launched
     move(state, entry, AdapterState.PUBLISHED)

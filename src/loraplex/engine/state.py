@@ -40,7 +40,6 @@ class Flight:
     selection: Selection
     deltas: Deltas
     plan_ns: int
-    runs_before: int
 
 
 @dataclass(slots=True)
@@ -75,9 +74,10 @@ class Traffic:
 class EngineState:
     """Pool, adapters, requests, queue, flights, outgoing messages and events.
 
-    adapters: registered ones by key. departing: removed ones that are still in use, with the call that hears of their
-    end. occupied: adapter slots that are taken, with or without a published adapter; occupied_pages: pages that adapters
-    have for themselves. sharers: adapters that have not left, by the kernel digest of their image. pinned: those with a pin.
+    adapters: registered ones by key. rank_sums: of the adapter that was last published in each adapter slot. departing:
+    removed ones that are still in use, with the call that hears of their end. occupied: adapter slots that are taken, with
+    or without a published adapter; occupied_pages: pages that adapters have for themselves. sharers: adapters that have not
+    left, by the kernel digest of their image. pinned: those with a pin.
     """
 
     def __init__(self, limits: EngineLimits, clock: Clock, grammars: Grammars, loader: Loader) -> None:
@@ -88,7 +88,7 @@ class EngineState:
         self.host = HostTier(limits.host_bytes if limits.host_bytes is not None else NO_BOUND)
         self.pool = PagePool(limits.num_pages, limits.kv.page_bytes)
         self.directory = SlotDirectory(limits.max_adapter_slots)
-        self.table = RunningTable(limits.max_requests, limits.max_pages_per_request)
+        self.table = RunningTable(limits.max_requests, limits.max_pages_per_request, limits.max_model_len)
         self.queue = WaitingQueue()
         self.records: dict[str, RequestRecord] = {}
         self.by_slot: dict[int, RequestRecord] = {}
@@ -107,6 +107,7 @@ class EngineState:
         self.traffic = Traffic()
         self.departing: list[tuple[AdapterEntry, int]] = []
         self.entry_of_slot: dict[int, AdapterEntry] = {}
+        self.rank_sums = np.zeros(limits.max_adapter_slots, dtype=np.int64)
         self.loads: dict[tuple[int, int], LoadJob] = {}
         self.flights: deque[Flight] = deque()
         self.deltas = PendingDeltas()

@@ -53,7 +53,8 @@ that was rolled back. ABSENT after HOST_READY is a host image that was given up.
 swap under requests that go on.
 """
 
-BINDABLE: Final = frozenset({_S.PUBLISHED, _S.ACTIVE, _S.IDLE})
+BINDABLE: Final = (_S.ACTIVE, _S.IDLE, _S.PUBLISHED)
+"""In the order in which a launch meets them: each adapter of each step is looked up here, and a hash of a state costs more."""
 LOADING: Final = frozenset({_S.RESERVED, _S.LOADING, _S.VALIDATED})
 EVICTABLE: Final = frozenset({_S.PUBLISHED, _S.IDLE})
 

@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex.core.packed import I32, empty, run_boundaries
-from loraplex.core.plan import COPY_COLUMNS, NO_REFERENCE, OPEN_COLUMNS, BatchPlan
+from loraplex.core.plan import (
+    COPY_COLUMNS,
+    NO_REFERENCE,
+    OPEN_COLUMNS,
+    PROMPT_LOGPROB_COLUMNS,
+    REQUEST_COLUMNS,
+    SAMPLE_COLUMNS,
+    BatchPlan,
+)
 
 Bools = npt.NDArray[np.bool_]
 
@@ -90,6 +98,8 @@ def packed_order(adapter_slot: I32, decode: Bools) -> npt.NDArray[np.int64]:
     The last prefill group and the first decode group share an adapter where one exists, so that one projection run
     crosses `doff`; attention boundaries are untouched by that.
     """
+    if decode.all():
+        return first_appearance_order(adapter_slot)
     prefills, decodes = np.flatnonzero(~decode), np.flatnonzero(decode)
     prefills = prefills[first_appearance_order(adapter_slot[prefills])]
     decodes = decodes[first_appearance_order(adapter_slot[decodes])]
@@ -123,49 +133,39 @@ def sentinel_groups(row_adapters: I32) -> tuple[I32, I32, I32, I32]:
     return rows, ids, np.diff(starts).astype(np.int32), starts
 
 
-def _ragged(starts: npt.NDArray[np.int64], lengths: I32) -> npt.NDArray[np.int64]:
-    """Concatenated ranges [start, start + length) of each entry."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    total = int(ends[-1]) if ends.size else 0
-    ranges: npt.NDArray[np.int64] = np.arange(total, dtype=np.int64) + np.repeat(
-        starts - (ends - lengths), lengths
-    )
-    return ranges
-
-
 def build_plan(
     work: Work, *, generation: int, reference: int = NO_REFERENCE, deltas: Deltas | None = None
 ) -> BatchPlan:
     """The frozen plan for `work` (0x03G). generation: number of the plan; reference: see `BatchPlan`."""
     deltas = deltas or Deltas()
     order = packed_order(work.adapter_slot, work.decode)
-    rows = work.rows[order]
-    starts = (np.cumsum(work.rows, dtype=np.int64) - work.rows)[order]
-    gather = _ragged(starts, rows)
+    rows, adapters, kv_start = work.rows[order], work.adapter_slot[order], work.kv_start[order]
     indptr = np.zeros(order.size + 1, dtype=np.int32)
     np.cumsum(rows, out=indptr[1:])
-    prefills = int(np.count_nonzero(~work.decode))
-    doff = int(indptr[prefills])
-    kv_start = work.kv_start[order]
-    row_adapters = np.repeat(work.adapter_slot[order], rows)
+    prefills = order.size - int(np.count_nonzero(work.decode))
+    doff, total = int(indptr[prefills]), int(indptr[-1])
+    owner = np.repeat(np.arange(order.size), rows)  # packed request of each row
+    within = np.arange(total, dtype=np.int32) - indptr[owner]
+    gather = (np.cumsum(work.rows) - work.rows)[order][owner] + within
+    row_adapters = adapters[owner]
     segment_offsets, segment_adapters = run_boundaries(row_adapters)
     grouped, group_offsets, group_adapters = group_rows(row_adapters)
-    requests = np.stack(
-        [
-            work.slot[order], work.incarnation[order], work.adapter_slot[order], work.adapter_generation[order],
-            kv_start, rows, work.frontier[order], order,
-        ],
-        axis=1,
-    ).astype(np.int32)  # fmt: skip
+    requests = np.empty((order.size, len(REQUEST_COLUMNS)), dtype=np.int32)
+    columns = (
+        work.slot[order], work.incarnation[order], adapters, work.adapter_generation[order], kv_start, rows,
+        work.frontier[order], order.astype(np.int32),
+    )  # fmt: skip
+    for index, column in enumerate(columns):
+        requests[:, index] = column
     logit_rows, samples, prompt_logprobs = _logit_maps(work, order, indptr, gather)
     return BatchPlan(
         generation=generation,
         reference=reference,
         prefills=prefills,
-        decodes=int(order.size) - prefills,
+        decodes=order.size - prefills,
         doff=doff,
         tokens=work.tokens[gather],
-        positions=_ragged(kv_start.astype(np.int64), rows).astype(np.int32),
+        positions=kv_start[owner] + within,
         requests=requests,
         prefill_indptr=indptr[: prefills + 1],
         segment_offsets=segment_offsets,
@@ -206,18 +206,20 @@ def _logit_maps(
     packed_of[order] = np.arange(order.size)
     sampling = np.flatnonzero(work.samples)
     sample_packed = packed_of[sampling]
-    sample_rows = indptr[sample_packed + 1] - 1
+    sample_rows = indptr[1:][sample_packed] - 1
     targets = work.targets[gather]
     scored_rows = np.flatnonzero(targets >= 0)
     need = np.zeros(int(indptr[-1]), dtype=np.bool_)
     need[sample_rows] = True
     need[scored_rows] = True
     logit_rows = np.flatnonzero(need).astype(np.int32)
-    logit_of = np.cumsum(need) - 1
-    sampled_position = work.kv_start[sampling] + work.rows[sampling]
-    samples = np.stack(
-        [logit_of[sample_rows], sample_packed, sampled_position, work.logprobs[sampling]], axis=1
-    ).astype(np.int32)
+    logit_of = np.cumsum(need, dtype=np.int32) - 1
+    samples = np.empty((sampling.size, len(SAMPLE_COLUMNS)), dtype=np.int32)
+    samples[:, 0], samples[:, 1] = logit_of[sample_rows], sample_packed
+    samples[:, 2] = work.kv_start[sampling] + work.rows[sampling]
+    samples[:, 3] = work.logprobs[sampling]
+    if not scored_rows.size:
+        return logit_rows, samples, empty(len(PROMPT_LOGPROB_COLUMNS))
     scored_packed = np.searchsorted(indptr[1:], scored_rows, side="right")
     scored = np.stack(
         [

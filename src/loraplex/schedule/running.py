@@ -27,12 +27,14 @@ class RunningTable:
     outputs_planned, outputs: sampled tokens, planned and committed. inflight: launched plans not yet committed that
     hold rows of the slot. reference: sample index of the slot's uncommitted token in plan reference_plan, or -1.
     stopping: takes no more rows; its slot is freed when nothing is in flight. order: arrival order, never reset.
+    tokens: those known, [max_requests, max_tokens]; a row's memory is taken as it is written.
+    plain: a token that it gets is sent and counted, nothing more, while it neither stops nor fills the output.
     scored: prompt positions whose log probabilities were delivered. masked: each token needs a mask from the host that
     depends on the token before it; such a slot takes no row while a token of it is not committed, at any depth.
     """
 
-    def __init__(self, max_requests: int, max_pages: int) -> None:
-        """max_requests: slots. max_pages: page-table entries of one request."""
+    def __init__(self, max_requests: int, max_pages: int, max_tokens: int) -> None:
+        """max_requests: slots. max_pages: page-table entries of one request. max_tokens: prompt and output of one."""
         i32 = np.int32
         self.max_requests, self.max_pages = max_requests, max_pages
         self.active = np.zeros(max_requests, dtype=np.bool_)
@@ -60,8 +62,9 @@ class RunningTable:
         self.prompt_logprobs = np.full(max_requests, -1, dtype=i32)
         self.scored = np.zeros(max_requests, dtype=i32)
         self.masked = np.zeros(max_requests, dtype=np.bool_)
+        self.plain = np.zeros(max_requests, dtype=np.bool_)
         self.page_table = np.zeros((max_requests, max_pages), dtype=i32)
-        self.tokens: list[I32] = [np.empty(0, dtype=i32) for _ in range(max_requests)]
+        self.tokens = np.empty((max_requests, max_tokens), dtype=i32)
         self._free = list(range(max_requests - 1, -1, -1))
 
     @property
@@ -80,9 +83,7 @@ class RunningTable:
             )
         slot = self._free.pop()
         known = int(tokens.size)
-        buffer = np.empty(prompt + max_outputs, dtype=np.int32)
-        buffer[:known] = tokens
-        self.tokens[slot] = buffer
+        self.tokens[slot, :known] = tokens
         self.incarnation[slot] += 1
         self.active[slot] = True
         self.stopping[slot] = False
@@ -99,7 +100,7 @@ class RunningTable:
         self.adapter_slot[slot] = self.adapter_generation[slot] = 0
         self.logprobs[slot] = self.prompt_logprobs[slot] = -1
         self.scored[slot] = 0
-        self.masked[slot] = False
+        self.masked[slot] = self.plain[slot] = False
         return slot
 
     def close(self, slot: int) -> None:
@@ -110,7 +111,6 @@ class RunningTable:
                 f"request slot {slot} closed with {self.inflight[slot]} plans in flight",
             )
         self.active[slot] = False
-        self.tokens[slot] = np.empty(0, dtype=np.int32)
         self.pages[slot] = 0
         self._free.append(slot)
 
@@ -153,7 +153,7 @@ class RunningTable:
 
     def known_tokens(self, slot: int) -> I32:
         """Prompt and committed output of the slot."""
-        return self.tokens[slot][: self.known[slot]].copy()
+        return self.tokens[slot, : self.known[slot]].copy()
 
     def runnable(self) -> Slots:
         """Slots that may take rows now, oldest first."""
@@ -205,9 +205,7 @@ class RunningTable:
 
     def commit_tokens(self, slots: Slots, tokens: I32) -> None:
         """Append one sampled token to each slot."""
-        known = self.known[slots].tolist()
-        for slot, at, token in zip(slots.tolist(), known, tokens.tolist(), strict=True):
-            self.tokens[slot][at] = token
+        self.tokens[slots, self.known[slots]] = tokens
         self.last_token[slots] = tokens
         self.known[slots] += 1
         self.outputs[slots] += 1

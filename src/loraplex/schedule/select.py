@@ -38,6 +38,8 @@ def select_rows(table: RunningTable, token_budget: int) -> Selection:
     slots = table.runnable()
     remaining = table.remaining(slots)
     decode = table.decoding(slots)
+    if slots.size <= token_budget and decode.all():
+        return Selection(slots, np.ones(slots.size, dtype=np.int32), decode, remaining == 1)
     rows = np.where(decode, np.minimum(remaining, 1), 0).astype(np.int32)
     budget = token_budget - int(rows.sum())
     if budget < 0:
