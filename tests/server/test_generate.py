@@ -94,9 +94,10 @@ def test_prompts_in_four_forms_and_n(tmp_path: Path) -> None:
         await front.complete(seed=(1 << 64) - 1)
         await front.complete()
         await front.complete()
-        last = [m.sampling.seed for m in front.engine.of(Submit)][-3:]
+        await front.complete(prompt=["hello", "hello"], n=2)
+        last = [m.sampling.seed for m in front.engine.of(Submit)][-7:]
         assert last[0] == -1
-        assert last[1] != last[2]
+        assert len(set(last)) == 7  # what has no seed of its own is drawn for each prompt and sample
 
     run(tmp_path, test)
 
