@@ -240,7 +240,9 @@ class ZmqMailbox:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._abandon(peer, slow=False)
-            self._peers.pop(peer.identity, None)  # a frame of it that came in time may be told twice that it is gone
+            self._peers.pop(
+                peer.identity, None
+            )  # a frame of it that came in time may be told twice that it is gone
         else:
             peer.lost = False
 
