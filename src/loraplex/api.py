@@ -5,7 +5,6 @@ Registration and generation run in the caller's thread; nothing is asynchronous 
 
 from __future__ import annotations
 
-import secrets
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -41,7 +40,7 @@ from loraplex.runtime.controls import ResidencyControls
 from loraplex.runtime.images import ImageStore
 from loraplex.runtime.local import LocalMailbox, NullSink, run_now
 from loraplex.runtime.prepare import PreparedAdapter, prepare_source
-from loraplex.runtime.sampling import engine_sampling
+from loraplex.runtime.sampling import engine_sampling, prompt_seed
 from loraplex.runtime.text import Detokenizer, TextCodec, load_tokenizer
 from loraplex.runtime.workdir import private_folder, temporary_root
 
@@ -346,7 +345,7 @@ class LLM:
         return tokens, revision, params
 
     def _submit(self, tokens: list[int], revision: Revision | None, params: SamplingParams) -> RequestOutput:
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        seed = prompt_seed(params)
         stops = params.stop_strings
         if stops and self._codec is None:
             raise CallerError(ErrorCode.TOKENIZER_MISSING, "stop strings need a tokenizer", param="stop")
@@ -358,7 +357,7 @@ class LLM:
             request_id = f"r{self._requests}"
             sample = Sample(logprobs=[] if params.logprobs is not None else None)
             output.samples.append(sample)
-            detokenizer = Detokenizer(self._codec, stops) if self._codec is not None else None
+            detokenizer = Detokenizer(self._codec, stops, context=tokens) if self._codec is not None else None
             self._open[request_id] = _Open(output, sample, stops, detokenizer, first=index == 0)
             only_first = params if index == 0 else replace(params, prompt_logprobs=None)
             self._post(

@@ -172,4 +172,7 @@ def test_every_field_of_peft_is_classified_once(config: type) -> None:
 def test_every_default_of_peft_is_accepted(config: Any) -> None:
     record = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
     record["peft_type"] = record["peft_type"].value
-    decode_config(record)
+    decoded = decode_config(record)
+    assert decoded.targets is not None
+    assert (decoded.kind.value, decoded.targets.names) == (config.peft_type.value, set(config.target_modules))
+    assert decoded.rank == getattr(config, "r", 0)

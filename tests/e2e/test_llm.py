@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tests.e2e.judge import CONFIGS, GIB, NAMES, check_greedy, check_same, open_llm, prompt
 from tests.model.tiny import POSITIONS, VOCAB
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from loraplex import LLM, SamplingParams
 from loraplex.core.errors import CallerError, ErrorCode
@@ -150,6 +151,17 @@ def test_end_of_sequence_ends_a_request_unless_ignored(root: Path, tmp_path: Pat
     assert ended.finish_reason == "stop"
     assert ended.token_ids == free.token_ids[: free.token_ids.index(eos) + 1]
     assert (ignoring.token_ids, ignoring.finish_reason) == (free.token_ids, "length")
+
+
+def test_a_continued_text_keeps_its_first_space(root: Path, tmp_path: Path) -> None:
+    """As over HTTP: what a tokenizer drops at the start of a text belongs to an answer, which continues one."""
+    shutil.copytree(root / "base", tmp_path / "base")
+    words = Tokenizer(models.WordLevel({"\u2581hello": 0, "\u2581world": 1, "<unk>": 2}, unk_token="<unk>"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    words.save(str(tmp_path / "base" / "tokenizer.json"))
+    with open_llm(tmp_path, []) as llm:
+        [output] = llm.generate(["hello"], None, greedy(2, logit_bias={1: 100.0}))
+    assert (output.token_ids, output.text) == ([1, 1], " world world")
 
 
 def test_logit_bias_forces_a_token_and_leaves_logprobs_raw(root: Path) -> None:

@@ -13,9 +13,8 @@ from loraplex import LLM, SamplingParams
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CallerError, ErrorCode, InternalFault
 from loraplex.core.plan import StepResult
-from loraplex.runtime.build import describe_model, engine_limits, make_runner
+from loraplex.runtime.build import build_runner, describe_model, engine_limits, make_runner
 from loraplex.runtime.worker import PlanLog, read_log, replay
-from loraplex.runtime.worker_process import build_runner
 
 pytestmark = pytest.mark.e2e
 

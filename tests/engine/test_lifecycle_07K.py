@@ -202,3 +202,21 @@ def test_preemption_keeps_lease_and_output_under_adapters(depth: int) -> None:
     rig.run()
     rig.assert_answered(*rig.prompts)
     assert any(isinstance(event, RequestPreempted) for event in rig.log.events)
+
+
+@both_depths
+def test_a_pin_without_room_is_served_when_a_request_leaves_some(depth: int) -> None:
+    rig = Watched(depth=depth, max_adapter_slots=2, scrub=False)  # room for one
+    rig.register("a")
+    rig.run()
+    rig.submit("r", PROMPT, "a", max_tokens=30)
+    rig.steps(3)
+    rig.register("b")
+    rig.mailbox.inbox.append(PinAdapter(90, "b", True))
+    rig.steps(3)
+    entry = rig.engine.state.adapters["b"]
+    assert not rig.mailbox.ended.get("r")
+    assert (rig.mailbox.replies[90].code, entry.resident) == (None, False)
+    rig.run()  # nobody says anything more: the end of the request is what moves it on
+    rig.assert_answered("r")
+    assert entry.resident

@@ -18,6 +18,7 @@ import pytest
 from tests.engine.rig import VOCAB, Rig
 from tests.exact.worked import HALF, fractions, matmul
 from tests.runtime.test_adapters import AdapterCatalog, Preparing
+from tests.waiting import LIMIT_S
 
 from loraplex.core.errors import ErrorCode, LoraplexError, error_for
 from loraplex.core.ids import Module
@@ -122,7 +123,7 @@ class Bridge:
 
 def served(test: Callable[[AdapterService, Rig], Awaitable[None]], depth: int) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(LIMIT_S):
             rig = Rig(depth=depth, pages=40, max_adapter_slots=12)
             service = AdapterService(Bridge(rig), AdapterCatalog(frozenset({"base"})), Preparing())
             await test(service, rig)

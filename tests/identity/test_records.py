@@ -140,13 +140,18 @@ def test_a_broken_rule_is_named(name: str) -> None:
 
 
 def test_the_records_of_these_tests_are_whole() -> None:
-    check_adapter_manifest(manifest())
+    whole = manifest()
+    check_adapter_manifest(whole)
+    assert {kernel.semantic for kernel in whole.kernels} == {whole.semantic_sha256}
 
 
 def test_row_parallel_and_replicated_shards_are_whole() -> None:
     rows = [layout(SPEC, input_range=(4 * r, 4 * r + 4)) for r in (0, 1)]
     halves = [layout(OTHER, output_range=(3 * r, 3 * r + 3)) for r in (0, 1)]
     check_shards([kernel(r, layouts=(rows[r], halves[r])) for r in (0, 1)], (SPEC, OTHER))
+    with pytest.raises(InternalFault) as caught:  # the first shard twice: half of each update is in neither
+        check_shards([kernel(r, layouts=(rows[0], halves[0])) for r in (0, 1)], (SPEC, OTHER))
+    assert caught.value.code is ErrorCode.IDENTITY_INVALID
 
 
 def test_weights_have_one_digest_whatever_their_order() -> None:

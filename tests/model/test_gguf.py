@@ -202,7 +202,7 @@ def test_two_processes_at_once_both_succeed(cache: Path, tiny: Path) -> None:
     workers = [context.Process(target=_convert_after, args=(barrier, tiny, results)) for _ in range(2)]
     for worker in workers:
         worker.start()
-    answers = {results.get(timeout=90) for _ in workers}
+    answers = {results.get(timeout=280) for _ in workers}
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0, 0]

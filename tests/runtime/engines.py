@@ -52,6 +52,7 @@ RAISE = 991
 MUTE = 992
 PAUSED = 993
 HANG = 994
+ONCE = 995
 NEVER = "tests.runtime.engines:build_never"
 REFUSING = "tests.runtime.engines:build_refusing"
 STEP_S = 0.0002
@@ -148,7 +149,7 @@ class EchoEngine:
     """Answers a request with its prompt, again and again, until max_tokens or a stop token.
 
     A prompt that begins with DIE kills the process, RAISE breaks the step, MUTE never gets an answer, PAUSED gets it once the
-    file `gate` exists, HANG stops the engine until then. Adapters shift each token by their number of pages.
+    file `gate` exists, HANG stops the engine until then, ONCE gets one token and no more. Adapters shift each token by their number of pages.
     """
 
     mailbox: Mailbox
@@ -172,7 +173,10 @@ class EchoEngine:
 
     def speaks(self, run: _Running) -> bool:
         """Whether the request gets a token now."""
-        return run.prompt[0] != MUTE and (run.prompt[0] != PAUSED or self.gate.exists())
+        first = run.prompt[0]
+        if first == ONCE:
+            return not run.sent
+        return first != MUTE and (first != PAUSED or self.gate.exists())
 
     def handle(self, message: Any, out: list[FromEngine]) -> None:
         """One message."""

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import save_file
 from tests.artifact.tiny import tiny_model, write_lora
 from tests.runtime.deadly import die
+from tests.waiting import LIMIT_S
 
 from loraplex.artifact.identify import AdapterIdentity
 from loraplex.artifact.tensors import Dtype
@@ -85,7 +86,7 @@ class Preparing:
 
 def run(test: Callable[[AdapterService, Engine, Preparing], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             engine, preparing = Engine(), Preparing()
             service = AdapterService(engine, AdapterCatalog(frozenset({"base"})), preparing)
             await test(service, engine, preparing)
@@ -313,7 +314,7 @@ def test_a_preparation_in_hand_does_not_hold_up_the_end(tmp_path: Path) -> None:
         assert all(isinstance(end, LoraplexError) for end in ends)
         # A stopped process ends of SIGKILL alone. Its exit status goes to whichever thread asks first, here or the
         # pool's own, so it is the end itself that is waited for.
-        assert wait([process.sentinel], timeout=60), "the process that prepared was left behind"
+        assert wait([process.sentinel]), "the process that prepared was left behind"
 
     asyncio.run(test())
 
@@ -322,7 +323,7 @@ def test_images_go_with_the_last_revision_that_names_them() -> None:
     reclaimed: list[str] = []
 
     async def scenario() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             engine, preparing = Engine(), Preparing()
             service = AdapterService(engine, AdapterCatalog(), preparing, reclaimed.append)
             await service.add("a", "one")

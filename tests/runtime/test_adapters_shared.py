@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.runtime.test_adapters import BASE_ABI, Engine, Preparing, artifact, key
+from tests.waiting import LIMIT_S
 
 from loraplex.artifact.identify import AdapterIdentity
 from loraplex.catalog.adapters import AdapterCatalog
@@ -68,7 +69,7 @@ def run(tmp_path: Path, test: Test) -> None:
             servers.append(Server(f"sqlite:///{tmp_path / 'catalog.db'}"))
             return servers[-1]
 
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             try:
                 await test(server)
             finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import zmq
 from tests.engine.rig import sampling
+from tests.waiting import run
 
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.messages import Abort, Ended, Finish, Inspect, Reply, Submit, ToEngine, Tokens
@@ -48,14 +49,6 @@ async def connection(folder: Path, buffer_tokens: int = 8) -> AsyncIterator[tupl
         await client.close()
         mailbox.close()
         context.destroy(linger=0)
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await test()
-
-    asyncio.run(bounded())
 
 
 async def read_all(group: RequestGroup) -> list[tuple[int, Any]]:

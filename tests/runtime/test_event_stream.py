@@ -13,7 +13,8 @@ from typing import Any, get_args
 import pytest
 import zmq
 from tests.runtime import engines
-from tests.runtime.test_supervisor import read_all, run, submit
+from tests.runtime.test_supervisor import read_all, submit
+from tests.waiting import run
 
 from loraplex.config import EngineConfig
 from loraplex.core.events import Event, FirstToken, IterationCompleted, RequestFinished

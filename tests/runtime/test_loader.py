@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from loraplex.core.ports import Fetched
 from loraplex.engine.step import Engine
 from loraplex.runtime import loader as loader_module
 from loraplex.runtime.images import ImageStore
-from loraplex.runtime.loader import InlineLoader, LoaderProcess, host_folder
+from loraplex.runtime.loader import InlineLoader, LoaderAsk, LoaderProcess, LoaderStart, host_folder
 
 
 @pytest.fixture
@@ -78,33 +79,53 @@ def test_a_loader_that_dies_fails_what_it_was_asked_for_and_is_replaced(
     stores: tuple[ImageStore, ImageStore], loader: LoaderProcess
 ) -> None:
     disk, host = stores
-    image = make_image(3)
+    first, image = make_image(2), make_image(3)
+    disk.put(first)
     disk.put(image)
-    loader.fetch(image.kernel_digest)
+    loader.fetch(first.kernel_digest)
+    assert [f.code for f in ended(loader, 1)] == [None]
     pid = loader.pid
     assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # whatever it is asked from now on, it does not answer
+    loader.fetch(image.kernel_digest)
     os.kill(pid, signal.SIGKILL)
     (answer,) = ended(loader, 1)
-    if answer.code is not None:  # it had not answered before it was killed
-        assert answer.code == "adapter_load_failed"
-        assert "SIGKILL" in answer.message
+    assert (answer.kernel_digest, answer.code) == (image.kernel_digest, "adapter_load_failed")
+    assert "SIGKILL" in answer.message
+    assert loader.pid is None
     loader.fetch(image.kernel_digest)
     assert [f.code for f in ended(loader, 1)] == [None]
     assert loader.pid != pid
     assert same(host.verify(image.kernel_digest), image)
 
 
+def test_a_loader_that_cannot_be_started_fails_the_fetch_and_nothing_else(
+    stores: tuple[ImageStore, ImageStore], loader: LoaderProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, _ = stores
+    image = make_image(3)
+    disk.put(image)
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", str(loader))
+        loader.fetch(image.kernel_digest)
+        (answer,) = ended(loader, 1)
+    assert (answer.code, loader.pid) == ("adapter_load_failed", None)
+    assert "could not be started" in answer.message
+    loader.fetch(image.kernel_digest)
+    assert [f.code for f in ended(loader, 1)] == [None]
+
+
 def test_an_engine_survives_the_death_of_its_loader(tmp_path: Path) -> None:
-    """The child is killed as soon as it is there: the fetch fails, is tried again, and the request is answered."""
+    """The child is killed before it is asked: the fetch fails, is tried again, and the request is answered."""
 
     class Killed(LoaderProcess):
         kills = 2
 
-        def fetch(self, kernel_digest: str) -> None:
-            super().fetch(kernel_digest)
-            if self.kills and self.pid is not None:
+        def _send(self, message: LoaderStart | LoaderAsk) -> None:
+            if self.kills and self.pid is not None and isinstance(message, LoaderAsk):
                 self.kills -= 1
                 os.kill(self.pid, signal.SIGKILL)
+            super()._send(message)
 
     rig = Rig()
     disk = ImageStore(tmp_path / "disk")

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import psutil
 import pytest
 from tests.engine.rig import sampling
 from tests.runtime import engines
+from tests.waiting import run, until_gone
 
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
@@ -38,7 +39,7 @@ def submit(name: str, prompt: list[int], **changes: Any) -> Submit:
 async def served(
     folder: Path, builder: str = engines.ECHO, **options: Any
 ) -> AsyncIterator[tuple[EngineSupervisor, EngineClient]]:
-    client = EngineClient()
+    client = EngineClient(buffer_tokens=1 << 40)  # how quickly the tests read is not what they are about
     config = EngineConfig(model=str(folder), images_dir=str(folder))
     supervisor = EngineSupervisor(
         config, client, builder=builder, log_level="critical", pause=lambda failures: 0.0, **options
@@ -49,14 +50,6 @@ async def served(
     finally:
         await supervisor.stop()
         await client.close()
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(90):
-            await test()
-
-    asyncio.run(bounded())
 
 
 async def read_all(group: RequestGroup) -> tuple[list[int], Ended]:
@@ -184,6 +177,52 @@ def test_an_engine_that_dies_while_it_gets_its_adapters_back_is_replaced_too(tmp
     run(test)
 
 
+def test_an_engine_that_cannot_be_started_again_at_once_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with served(tmp_path) as (supervisor, client):
+            interpreter, pauses = sys.executable, []
+
+            def pause(failures: int) -> float:
+                if len(pauses) == 3:
+                    monkeypatch.setattr(sys, "executable", interpreter)
+                pauses.append(failures)
+                return 0.0
+
+            supervisor._pause = pause
+            monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+            os.kill(supervisor.pid or 0, signal.SIGKILL)
+            await supervisor.until(EngineState.RESTARTING)
+            await supervisor.until(EngineState.READY)
+            assert pauses == [1, 2, 3, 4]
+            assert (await read_all(client.submit([submit("a", [7], max_tokens=2)])))[0] == [7, 7]
+
+    run(test)
+
+
+def test_a_question_that_ends_typed_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        asked, enough = 0, asyncio.Event()
+        patience = Patience(ask_every_s=0.001, stalled_after_s=3600, given_up_after_s=3600)
+        async with served(tmp_path, patience=patience) as (supervisor, client):
+
+            async def call(message: object) -> dict[str, Any]:
+                nonlocal asked
+                asked += 1
+                if asked == 3:
+                    enough.set()
+                raise CapacityError(ErrorCode.ENGINE_UNAVAILABLE, "this server could not keep up")
+
+            monkeypatch.setattr(client, "call", call)
+            await enough.wait()
+            assert supervisor.ready
+
+    run(test)
+
+
 def test_an_engine_that_does_not_answer_is_not_ready_until_it_does(tmp_path: Path) -> None:
     async def test() -> None:
         patience = Patience(ask_every_s=0.001, stalled_after_s=0.05, given_up_after_s=3600)
@@ -222,15 +261,12 @@ def test_engine_and_worker_die_together_and_others_serve(tmp_path: Path, victim:
             os.kill(engine.pid if victim == "engine" else worker.pid, signal.SIGKILL)
             assert (await read_all(group))[1].code == "engine_died"
             await supervisor.until(EngineState.READY)
-            await asyncio.to_thread(psutil.wait_procs, [engine, worker], 20)
-            for process in (engine, worker):
-                assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+            await asyncio.to_thread(until_gone, engine, worker)
             assert supervisor.info["worker"] != worker.pid
             second = psutil.Process(supervisor.info["worker"])
             tokens, _ = await read_all(client.submit([submit("a", [1, 2])]))
             assert tokens == expected_tokens(np.array([1, 2], dtype=np.int32), 0, 8, engines.VOCAB)
-        await asyncio.to_thread(psutil.wait_procs, [second], 20)
-        assert not second.is_running() or second.status() == psutil.STATUS_ZOMBIE
+        await asyncio.to_thread(until_gone, second)
 
     run(test)
 
@@ -297,5 +333,4 @@ def test_an_engine_dies_with_its_parent(tmp_path: Path) -> None:
         assert parent.stdout is not None
         engine = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-    psutil.wait_procs([engine], timeout=20)
-    assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+    until_gone(engine)

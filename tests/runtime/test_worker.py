@@ -15,6 +15,7 @@ import psutil
 import pytest
 from tests.engine.rig import Rig
 from tests.runtime import backends
+from tests.waiting import until, until_gone
 
 from loraplex.config import EngineConfig
 from loraplex.core.errors import ErrorCode, InternalFault, LoraplexError
@@ -132,6 +133,7 @@ def test_a_worker_that_died_is_a_typed_failure_of_every_later_call(
     start: Callable[..., ProcessBackend], end: Callable[[ProcessBackend], Any], how: str
 ) -> None:
     backend = start(backends.OBEDIENT)
+    process = psutil.Process(backend.pid)
     backend.launch(b"x")
     assert backend.collect()[:1] == b"x"
     end(backend)
@@ -140,7 +142,7 @@ def test_a_worker_that_died_is_a_typed_failure_of_every_later_call(
             call()
         assert failed.value.code is ErrorCode.BACKEND_FAILED
         assert how in failed.value.message
-    assert not psutil.pid_exists(backend.pid)
+    assert not process.is_running()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -162,19 +164,13 @@ def test_a_worker_outlives_the_thread_that_started_it(start: Callable[..., Proce
     assert made[0].collect()[:1] == b"x"
 
 
-def _until(exists: Path) -> None:
-    pause = threading.Event()
-    while not exists.exists():
-        pause.wait(0.005)
-
-
 def test_closing_ends_a_worker_in_the_middle_of_a_step(
     start: Callable[..., ProcessBackend], tmp_path: Path
 ) -> None:
     backend = start(backends.OBEDIENT)
     process = psutil.Process(backend.pid)
     backend.launch(backends.HANG)
-    _until(tmp_path / "hanging")
+    until((tmp_path / "hanging").exists)
     backend.close()
     assert not process.is_running()
     backend.close()
@@ -200,10 +196,9 @@ def test_a_worker_dies_with_its_parent_in_the_middle_of_a_step(tmp_path: Path) -
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         worker = psutil.Process(int(parent.stdout.readline()))
-        _until(tmp_path / "hanging")
+        until((tmp_path / "hanging").exists)
         parent.kill()
-    psutil.wait_procs([worker], timeout=20)
-    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    until_gone(worker)
 
 
 def test_a_log_that_is_cut_short_is_refused_where_it_is_cut(tmp_path: Path) -> None:

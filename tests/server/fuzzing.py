@@ -17,6 +17,7 @@ from tests.runtime import engines
 from tests.runtime.tiny_text import byte_tokenizer, write_folder
 from tests.server.processes import ROOT
 from tests.server.tiny_server import free_port, write_adapter, write_model
+from tests.waiting import LIMIT_S
 
 CONTEXT = 128
 """Positions of a request: an answer without a limit of its own ends soon."""
@@ -29,7 +30,7 @@ class Target:
         self.url = url
         self.host, self.port = "127.0.0.1", int(url.rpartition(":")[2])
         self.process = process
-        self.http = httpx.Client(base_url=url, timeout=60, headers={"authorization": f"Bearer {key}"})
+        self.http = httpx.Client(base_url=url, timeout=LIMIT_S, headers={"authorization": f"Bearer {key}"})
         self.before = self.pages()
 
     def residency(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 from tests.runtime import engines
 from tests.server.tiny_server import free_port, write_model
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +24,7 @@ class Running:
 
     def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
         self.process, self.url = process, url
-        self.http = httpx.AsyncClient(base_url=url, timeout=60)
+        self.http = httpx.AsyncClient(base_url=url, timeout=LIMIT_S)
         self.said: list[str] = []
 
     async def until_said(self, text: str) -> str:
@@ -80,13 +81,3 @@ async def started(
         if process.returncode is None:
             process.kill()
         await process.communicate()
-
-
-def run(test: Callable[[], Awaitable[None]], limit_s: float = 100) -> None:
-    """Run a test in an event loop; one that hangs is ended."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(limit_s):
-            await test()
-
-    asyncio.run(bounded())

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from openai import AsyncOpenAI
 from tests.runtime.tiny_text import byte_codec
+from tests.waiting import LIMIT_S
 
 from loraplex.artifact.identify import AdapterIdentity
 from loraplex.catalog.adapters import AdapterCatalog
@@ -267,7 +268,7 @@ def run(folder: Path, test: Callable[[Front], Awaitable[None]], *, text: bool = 
             await made.adapters.close()
 
     async def bounded() -> None:
-        async with asyncio.timeout(60), front() as made:
+        async with asyncio.timeout(LIMIT_S), front() as made:
             await test(made)
             assert not made.engine.running
 

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tests.model.tiny import COMMON, VOCAB, save
-from tests.server.processes import Running, run, started
+from tests.server.processes import Running, started
+from tests.waiting import run
 
 from loraplex import LLM, SamplingParams
 from loraplex.api import RequestOutput

@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.runtime import engines
-from tests.server.processes import Running, run, started
+from tests.server.processes import Running, started
 from tests.server.test_whole import BASE, whole
 from tests.server.tiny_server import write_adapter
+from tests.waiting import run, until_gone
 
 pytestmark = pytest.mark.e2e
 BODY = json.dumps({"model": BASE, "prompt": [70, 71], "max_tokens": 3}).encode()
@@ -91,8 +92,7 @@ def test_a_server_that_is_killed_takes_its_children_along_and_leaves_nothing_for
             assert len([child for child in children if "engine_process" in " ".join(child.cmdline())]) == 1
             server.process.kill()
             await server.process.wait()
-            _, alive = psutil.wait_procs(children, timeout=30)
-            assert not alive
+            await asyncio.to_thread(until_gone, *children)
             assert left.exists()
         async with started(tmp_path, application="real", environment={"TMPDIR": short}) as server:
             await server.until_said("ready on")

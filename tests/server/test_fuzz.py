@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.server.fuzzing import Target, check_answer, target
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.e2e
 
@@ -120,7 +121,7 @@ LONG = json.dumps(
 
 def talk(server: Target, data: bytes, *, half_close: bool = True) -> bytes:
     """Send bytes, then nothing more, and read until the server closes; one that does neither is hung."""
-    with socket.create_connection((server.host, server.port), timeout=30) as sock:
+    with socket.create_connection((server.host, server.port), timeout=LIMIT_S) as sock:
         try:
             sock.sendall(data)
             if half_close:
@@ -202,7 +203,7 @@ def test_a_client_that_waits_to_be_told_to_go_on(server: Target) -> None:
     head = request(
         "POST", "/v1/completions", b"", b"expect: 100-continue", b"connection: close", length=len(GOOD)
     )
-    with socket.create_connection((server.host, server.port), timeout=30) as sock:
+    with socket.create_connection((server.host, server.port), timeout=LIMIT_S) as sock:
         sock.sendall(head)
         assert sock.recv(4096).startswith(b"HTTP/1.1 100")
         sock.sendall(GOOD)

@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 from tests.server.rig import BASE, BASE_ABI, MAX_LEN, Front, error_of, run
+from tests.waiting import LIMIT_S
 
 from loraplex.core.errors import ErrorCode
 from loraplex.core.messages import Abort, Finish, Submit
@@ -94,9 +95,10 @@ def test_prompts_in_four_forms_and_n(tmp_path: Path) -> None:
         await front.complete(seed=(1 << 64) - 1)
         await front.complete()
         await front.complete()
-        last = [m.sampling.seed for m in front.engine.of(Submit)][-3:]
+        await front.complete(prompt=["hello", "hello"], n=2)
+        last = [m.sampling.seed for m in front.engine.of(Submit)][-7:]
         assert last[0] == -1
-        assert last[1] != last[2]
+        assert len(set(last)) == 7  # what has no seed of its own is drawn for each prompt and sample
 
     run(tmp_path, test)
 
@@ -330,7 +332,7 @@ def test_a_long_prompt_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.Monke
 
         def slow(text: str, add_special: bool = True) -> list[int]:
             if len(text) > SHORT_TEXT_CHARS:
-                assert others_are_done.wait(30), "the event loop waits for the tokenizer"
+                assert others_are_done.wait(LIMIT_S / 2), "the event loop waits for the tokenizer"
                 return [70, 71]
             return encode(text, add_special)
 

@@ -14,8 +14,9 @@ import httpx
 import psutil
 import pytest
 from tests.model.tiny import save
-from tests.server.processes import Running, run, started
+from tests.server.processes import Running, started
 from tests.server.test_churn_long import write_adapter
+from tests.waiting import run
 
 from loraplex.runtime.engine_process import BUILDER
 
@@ -94,7 +95,7 @@ def test_deaths_while_adapters_load(tmp_path: Path) -> None:
             assert (await server.http.post("/v1/adapters/a0/pin")).status_code == 200
             os.kill(child(engine, "loader_process"), signal.SIGSTOP)
             asked = [asyncio.ensure_future(ask(server, alias)) for alias in ALIASES[1:]]
-            while not (await server.http.get("/v1/residency")).json()["host"]["fetching"]:
+            while (await server.http.get("/v1/residency")).json()["requests"]["live"] < len(asked):
                 pass
             os.kill(engine, signal.SIGKILL)
             answers = await asyncio.gather(*asked)
@@ -113,7 +114,7 @@ def test_deaths_while_adapters_load(tmp_path: Path) -> None:
             engine = child(server.process.pid, "engine_process")
             os.kill(child(engine, "loader_process"), signal.SIGSTOP)
             asked = [asyncio.ensure_future(ask(server, alias)) for alias in ALIASES]
-            while not (await server.http.get("/v1/residency")).json()["host"]["fetching"]:
+            while (await server.http.get("/v1/residency")).json()["requests"]["live"] < len(asked):
                 pass
             server.process.send_signal(signal.SIGTERM)
             answers = await asyncio.gather(*asked)
@@ -121,4 +122,4 @@ def test_deaths_while_adapters_load(tmp_path: Path) -> None:
             assert await server.process.wait() == 0
             assert not [p for p in psutil.process_iter() if p.pid == engine]
 
-    run(test, limit_s=240)
+    run(test)

@@ -12,8 +12,9 @@ import httpx
 import psutil
 import pytest
 from tests.runtime import engines
-from tests.server.processes import run, started
+from tests.server.processes import started
 from tests.server.tiny_server import write_adapter
+from tests.waiting import run, until_gone
 
 pytestmark = pytest.mark.e2e
 
@@ -73,8 +74,7 @@ def test_a_second_interrupt_ends_it_at_once(tmp_path: Path) -> None:
             assert await server.process.wait() == 130
             with pytest.raises(httpx.HTTPError):
                 await pending
-            psutil.wait_procs([engine], timeout=20)
-            assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+            await asyncio.to_thread(until_gone, engine)
 
     run(test)
 

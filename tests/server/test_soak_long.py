@@ -22,9 +22,9 @@ import numpy as np
 import psutil
 import pytest
 from tests.runtime import engines
-from tests.server.processes import run
 from tests.server.test_whole import BASE, Whole, whole
 from tests.server.tiny_server import write_adapter
+from tests.waiting import run
 
 from loraplex.sim.tokens import expected_tokens
 

@@ -44,9 +44,15 @@ def write_adapter(folder: Path, seed: int = 0, rank: int = 2) -> Path:
     return folder
 
 
+_RESERVED: list[socket.socket] = []
+"""Sockets that are bound and never listen, for as long as the tests run."""
+
+
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port for one server: nobody else is given it, because a socket is bound to it that lets a listener share."""
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("127.0.0.1", 0))
+    _RESERVED.append(probe)
+    port: int = probe.getsockname()[1]
+    return port

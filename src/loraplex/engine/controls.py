@@ -208,7 +208,7 @@ def _advance(state: EngineState, wanted: Want) -> bool:
     if transaction is not None:
         loads.begin(state, entry, transaction, purpose)
         return False
-    wanted.tries += 1
+    wanted.found_nothing(state.committed)
     match purpose:
         case Purpose.REGISTER:
             return True
@@ -232,7 +232,7 @@ def _advance_to_host(state: EngineState, wanted: Want) -> bool:
     entry, purpose = wanted.entry, wanted.purpose
     if hosting.want(state, entry, speculative=purpose.speculative):
         return False
-    wanted.tries += 1
+    wanted.found_nothing(state.committed)
     if purpose is Purpose.REGISTER:
         return True
     if purpose is Purpose.PIN or wanted.tries < SHADOW_TRIES:

@@ -106,16 +106,21 @@ class LoadJob:
 
 @dataclass(slots=True)
 class Want:
-    """A call that wishes an adapter on the device. tries: steps in which it found no pages. host_only: its
-    image in host memory is enough."""
+    """A call that wishes an adapter on the device. tries: steps in which it found no pages, the last of them when
+    plan `tried_at` was the newest that had been committed. host_only: its image in host memory is enough."""
 
     entry: AdapterEntry
     purpose: Purpose
     call_id: int
     tries: int = 0
+    tried_at: int = -1
     host_only: bool = False
 
-    @property
-    def stalled(self) -> bool:
-        """Whether only something that somebody does could move it on: a pin that finds no room."""
-        return self.purpose is Purpose.PIN and self.tries > 0
+    def found_nothing(self, committed: int) -> None:
+        """Note a step without pages or bytes for it. committed: newest committed plan."""
+        self.tries += 1
+        self.tried_at = committed
+
+    def stalled(self, committed: int) -> bool:
+        """Whether only something that somebody does could move it on: a pin that found no room, and no commit since."""
+        return self.purpose is Purpose.PIN and self.tried_at == committed

@@ -148,7 +148,7 @@ class EngineState:
             or self.deltas
             or self.loads
             or self.departing
-            or any(not wanted.stalled for wanted in self.wants)
+            or any(not wanted.stalled(self.committed) for wanted in self.wants)
             or self.host.fetching
         )
 

@@ -201,6 +201,11 @@ def make_runner(
     )
 
 
+def build_runner(config: EngineConfig, base_abi: str | None = None) -> Backend:
+    """What a worker's process builds: the runner that an engine would have in its own. base_abi: H_base, if known."""
+    return make_runner(config, describe_model(config, base_abi))[0]
+
+
 def engine_limits(config: EngineConfig, base: BaseModel, pool_bytes: int | None = None) -> EngineLimits:
     """Sizes of an engine, derived where the configuration leaves them open.
 

@@ -8,7 +8,6 @@ Specification: DESIGN 4 "Processes".
 
 from __future__ import annotations
 
-import importlib
 import logging
 import signal
 import sys
@@ -19,8 +18,9 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from loraplex.config import EngineConfig
-from loraplex.core.errors import ErrorCode, LoraplexError
+from loraplex.core.errors import LoraplexError
 from loraplex.core.ports import Clock, EventSink, Mailbox
+from loraplex.runtime.building import Failed, load_function
 from loraplex.runtime.child import END_SIGNAL, ChildGone, Parent
 from loraplex.runtime.clock import MonotonicClock
 from loraplex.runtime.event_stream import EventPublisher
@@ -51,15 +51,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     info: dict[str, Any]
 
 
-class EngineFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine could not be built, or a step broke it. The process exits after this."""
-
-    code: str
-    message: str
-    param: str | None = None
-
-
-EngineReport = EngineReady | EngineFailed
+EngineReport = EngineReady | Failed
 
 START_DECODER: Final[msgspec.msgpack.Decoder[EngineStart]] = msgspec.msgpack.Decoder(EngineStart)
 REPORT_DECODER: Final[msgspec.msgpack.Decoder[EngineReport]] = msgspec.msgpack.Decoder(EngineReport)
@@ -95,13 +87,6 @@ class Built(Protocol):
 Builder = Callable[[EngineConfig, Mailbox, Clock, EventSink], Built]
 
 
-def load_builder(name: str) -> Builder:
-    """The function that `module:function` names."""
-    module, _, function = name.partition(":")
-    builder: Builder = getattr(importlib.import_module(module), function)
-    return builder
-
-
 def run(parent: Parent, start: EngineStart) -> int:
     """Build and step until `END_SIGNAL`; the process's exit status."""
     mailbox = ZmqMailbox(start.endpoint)
@@ -113,18 +98,19 @@ def run(parent: Parent, start: EngineStart) -> int:
     signal.signal(END_SIGNAL, end)
     built: Built | None = None
     try:
-        built = load_builder(start.builder)(start.config, mailbox, MonotonicClock(), events)
+        builder: Builder = load_function(start.builder)
+        built = builder(start.config, mailbox, MonotonicClock(), events)
         parent.send(EngineReady(built.info))
         while not mailbox.closed:
             built.engine.step(wait=True)
             events.flush()
     except LoraplexError as error:
         logging.getLogger(__name__).error("%s", error)
-        parent.send(EngineFailed(error.code.value, error.message, error.param))
+        parent.send(Failed.of(error))
         return 1
     except Exception as error:
         logging.getLogger(__name__).exception("the engine's process failed")
-        parent.send(EngineFailed(ErrorCode.INTERNAL.value, f"{type(error).__name__}: {error}"))
+        parent.send(Failed.of(error))
         return 1
     finally:
         if built is not None:

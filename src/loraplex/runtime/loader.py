@@ -156,18 +156,25 @@ class LoaderProcess:
 
     def _send_waiting(self) -> None:
         while self._waiting and len(self._asked) < _UNANSWERED:
-            if self._child is None:
-                self._spawn()
             digest = self._waiting.popleft()
+            if self._child is None and not self._spawn(digest):
+                continue
             self._asked.append(digest)
             self._send(LoaderAsk(digest))
 
-    def _spawn(self) -> None:
+    def _spawn(self, kernel_digest: str) -> bool:
+        """Start a child; False, with the fetch that wanted one failed, when the system refuses."""
         self._buffer.clear()
-        self._child = subprocess.Popen(
-            child_command(MODULE), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()
-        )
+        try:
+            self._child = subprocess.Popen(
+                child_command(MODULE), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()
+            )
+        except OSError as error:
+            text = f"the loader process could not be started: {error}"
+            self._ended.append(Fetched(kernel_digest, ErrorCode.ADAPTER_LOAD_FAILED.value, text))
+            return False
         self._send(self._start)
+        return True
 
     def _send(self, message: LoaderStart | LoaderAsk) -> None:
         if self._child is None or self._child.stdin is None:

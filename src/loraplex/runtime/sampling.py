@@ -1,26 +1,38 @@
-"""From a caller's sampling parameters to what the engine executes."""
+"""From a caller's sampling parameters to what the engine executes: seeds fixed, end tokens merged.
+
+One way for the server and for `LLM`, so that a seed gives the same samples through both.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Iterable
-from typing import Final
 
 from loraplex.core.messages import EngineSampling
 from loraplex.core.request import SamplingParams
 
-_SEED_STEP: Final = 0x9E37_79B9_7F4A_7C15
+
+def prompt_seed(params: SamplingParams) -> int:
+    """The seed of one prompt: the caller's own, else one that is drawn here."""
+    return secrets.randbits(64) if params.seed is None else params.seed
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Seed of the `index`-th of `n` samples, as two's-complement 64 bits; sample 0 keeps the caller's."""
-    value = (seed + index * _SEED_STEP) & 0xFFFF_FFFF_FFFF_FFFF
+    """Seed of the `index`-th of `n` samples, as two's-complement 64 bits; sample 0 keeps the prompt's."""
+    value = seed % (1 << 64)
+    if index:
+        value = int.from_bytes(hashlib.sha256(f"{value}/{index}".encode()).digest()[:8], "little")
     return value - (1 << 64) if value >> 63 else value
 
 
 def engine_sampling(
     params: SamplingParams, seed: int, index: int, eos_token_ids: Iterable[int]
 ) -> EngineSampling:
-    """The engine's part of `params` for sample `index`. eos_token_ids: end a request unless `ignore_eos`."""
+    """The engine's part of `params` for sample `index`. seed: its prompt's.
+
+    eos_token_ids: end a request unless `ignore_eos`.
+    """
     stops = set(params.stop_token_ids)
     if not params.ignore_eos:
         stops.update(eos_token_ids)

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex.config import EngineConfig
-from loraplex.core.errors import CapacityError, ErrorCode, InternalFault, LoraplexError, Root, error_for
+from loraplex.core.errors import CapacityError, ErrorCode, InternalFault, LoraplexError, Root
 from loraplex.core.messages import Inspect
+from loraplex.runtime.building import Failed
 from loraplex.runtime.child import Child, ChildGone, describe_exit
 from loraplex.runtime.client import EngineClient
 from loraplex.runtime.engine_process import (
     BUILDER,
     REPORT_DECODER,
-    EngineFailed,
     EngineReady,
     EngineStart,
 )
@@ -191,7 +191,12 @@ class EngineSupervisor:
         self._incarnation += 1
         # A socket of its own for each: nothing that was meant for the dead reaches the living.
         endpoint = f"ipc://{self._folder / f'engine-{self._incarnation}.sock'}"
-        child = self._child = await Child.start(MODULE, environment={**PATIENT_THREADS, **os.environ})
+        try:
+            child = self._child = await Child.start(MODULE, environment={**PATIENT_THREADS, **os.environ})
+        except OSError as error:
+            raise InternalFault(
+                ErrorCode.BACKEND_FAILED, f"the engine's process could not be started: {error}"
+            ) from error
         try:
             await child.send(
                 EngineStart(
@@ -210,9 +215,9 @@ class EngineSupervisor:
                 f"the engine's process ended while it started: {describe_exit(await child.wait())}",
             ) from None
         match report:
-            case EngineFailed():
+            case Failed():
                 await child.wait()
-                raise error_for(ErrorCode(report.code), report.message, param=report.param)
+                raise report.error
             case EngineReady():
                 self.info = report.info
         self._client.connect(endpoint)
@@ -286,6 +291,8 @@ class EngineSupervisor:
             await asyncio.wait_for(self._client.call(Inspect(0)), within_s)
         except TimeoutError:
             return False
+        except LoraplexError:  # it answered frames that this server lost: it lives
+            return True
         return True
 
     async def _death(self, child: Child) -> str:
@@ -294,7 +301,7 @@ class EngineSupervisor:
         with contextlib.suppress(ChildGone):
             while True:
                 report = await child.receive(REPORT_DECODER)
-                if isinstance(report, EngineFailed):
+                if isinstance(report, Failed):
                     said = f": {report.message} [{report.code}]"
         return f"{describe_exit(await child.wait())}{said}"
 

@@ -139,13 +139,13 @@ class ZmqMailbox:
 
     def send(self, messages: Sequence[FromEngine]) -> None:
         """Deliver each message to the client that asked; what nobody waits for any more is dropped."""
-        batches: dict[bytes, list[FromEngine]] = {}
+        batches: dict[int, tuple[_Peer, list[FromEngine]]] = {}
         for message in messages:
             peer, addressed = self._address(message)
             if peer is not None and not peer.lost:
-                batches.setdefault(peer.identity, []).append(addressed)
-        for identity, batch in batches.items():
-            self._send_frame(self._peers[identity], batch)
+                batches.setdefault(id(peer), (peer, []))[1].append(addressed)
+        for peer, batch in batches.values():
+            self._send_frame(peer, batch)
 
     # Inbound
 
@@ -240,7 +240,9 @@ class ZmqMailbox:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._abandon(peer, slow=False)
-            del self._peers[peer.identity]
+            self._peers.pop(
+                peer.identity, None
+            )  # a frame of it that came in time may be told twice that it is gone
         else:
             peer.lost = False
 

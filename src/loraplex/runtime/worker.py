@@ -18,8 +18,9 @@ from typing import BinaryIO, Final, cast
 import msgspec
 
 from loraplex.config import EngineConfig
-from loraplex.core.errors import ErrorCode, InternalFault, LoraplexError, error_for
+from loraplex.core.errors import ErrorCode, InternalFault, LoraplexError
 from loraplex.core.ports import Backend
+from loraplex.runtime.building import Failed
 from loraplex.runtime.child import (
     ChildGone,
     child_command,
@@ -28,7 +29,7 @@ from loraplex.runtime.child import (
     frame,
     read_frame,
 )
-from loraplex.runtime.worker_process import REPORT_DECODER, RUNNER, WorkerFailed, WorkerStart
+from loraplex.runtime.worker_process import REPORT_DECODER, RUNNER, WorkerStart
 
 _LENGTH: Final = struct.Struct("<I")
 MODULE: Final = "loraplex.runtime.worker_process"
@@ -58,8 +59,8 @@ class ProcessBackend:
         try:
             self._send(msgspec.msgpack.encode(WorkerStart(config, builder, base_abi)))
             report = REPORT_DECODER.decode(self._receive())
-            if isinstance(report, WorkerFailed):
-                raise error_for(ErrorCode(report.code), report.message, param=report.param)
+            if isinstance(report, Failed):
+                raise report.error
         except BaseException:
             self.close()
             raise

@@ -9,7 +9,6 @@ noticed during a long step too. Specification: DESIGN 3 (what crosses between th
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import queue
@@ -21,11 +20,12 @@ from typing import Final
 import msgspec
 
 from loraplex.config import EngineConfig
-from loraplex.core.errors import ErrorCode, LoraplexError
+from loraplex.core.errors import LoraplexError
 from loraplex.core.ports import Backend
+from loraplex.runtime.building import Failed, load_function
 from loraplex.runtime.child import ChildGone, Parent
 
-RUNNER: Final = "loraplex.runtime.worker_process:build_runner"
+RUNNER: Final = "loraplex.runtime.build:build_runner"
 
 
 class WorkerStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,30 +43,14 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     """The worker takes plans."""
 
 
-class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
-    """The backend could not be built. The process exits after this."""
-
-    code: str
-    message: str
-    param: str | None = None
-
-
-WorkerReport = WorkerReady | WorkerFailed
+WorkerReport = WorkerReady | Failed
 
 START_DECODER: Final[msgspec.msgpack.Decoder[WorkerStart]] = msgspec.msgpack.Decoder(WorkerStart)
 REPORT_DECODER: Final[msgspec.msgpack.Decoder[WorkerReport]] = msgspec.msgpack.Decoder(WorkerReport)
 
 
-def build_runner(config: EngineConfig, base_abi: str | None = None) -> Backend:
-    """The model's runner, as an engine would have it in its own process."""
-    from loraplex.runtime.build import describe_model, make_runner
-
-    return make_runner(config, describe_model(config, base_abi))[0]
-
-
 def _build(start: WorkerStart) -> Backend:
-    module, _, function = start.builder.partition(":")
-    builder: Callable[..., Backend] = getattr(importlib.import_module(module), function)
+    builder: Callable[..., Backend] = load_function(start.builder)
     return builder(start.config) if start.base_abi is None else builder(start.config, start.base_abi)
 
 
@@ -89,11 +73,11 @@ def run(parent: Parent, start: WorkerStart) -> int:
     try:
         backend = _build(start)
     except LoraplexError as error:
-        parent.send(WorkerFailed(error.code.value, error.message, error.param))
+        parent.send(Failed.of(error))
         return 1
     except Exception as error:
         logging.getLogger(__name__).exception("the worker could not be built")
-        parent.send(WorkerFailed(ErrorCode.INTERNAL.value, f"{type(error).__name__}: {error}"))
+        parent.send(Failed.of(error))
         return 1
     parent.send(WorkerReady())
     while True:  # the reader ends the process

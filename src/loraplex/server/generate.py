@@ -8,6 +8,7 @@ Specification: DESIGN 2 (steps 2, 3, 11), DESIGN 4 "Text".
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,10 +21,10 @@ from loraplex.core.errors import CallerError, ErrorCode, error_for
 from loraplex.core.messages import Ended, Submit, TokenBinding, TokenLogprobs, Tokens
 from loraplex.core.request import FinishReason, SamplingParams
 from loraplex.runtime.client import RequestGroup
+from loraplex.runtime.sampling import engine_sampling, prompt_seed
 from loraplex.runtime.text import Detokenizer, TextCodec
 from loraplex.server.answers import Usage
 from loraplex.server.provenance import ChoiceSeen, Served
-from loraplex.server.sampling import engine_sampling
 from loraplex.server.service import Service
 from loraplex.server.wire import GenerationFields
 
@@ -284,12 +285,12 @@ class Generation:
         ends: Any = (
             codec.eos_token_ids if codec is not None else self._service.engine_info.get("eos_token_ids", ())
         )
-        packed = [np.array(prompt, dtype="<i4").tobytes() for prompt in job.prompts]
+        packed = [(np.array(ids, dtype="<i4").tobytes(), prompt_seed(job.params)) for ids in job.prompts]
         return [
             Submit(
                 request_id=f"{job.request_id}.{index}",
-                prompt=packed[index // job.params.n],
-                sampling=engine_sampling(job.params, index % job.params.n, frozenset(ends)),
+                prompt=prompt,
+                sampling=engine_sampling(job.params, seed, sample, ends),
                 adapter=self._model.key,
                 tenant=job.tenant,
                 priority=job.priority,
@@ -297,5 +298,5 @@ class Generation:
                 deadline_ns=job.deadline_ns,
                 grammar=job.grammar,
             )
-            for index in range(len(job.prompts) * job.params.n)
+            for index, ((prompt, seed), sample) in enumerate(itertools.product(packed, range(job.params.n)))
         ]
