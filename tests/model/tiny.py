@@ -117,8 +117,7 @@ def decoder(
 ) -> Decoder:
     """fused: operators between GEMMs, None for torch's."""
     spec = spec_of(name)
-    more = () if fused is None else (fused,)
-    return Decoder(spec, load_weights(folder, spec, dtype, device), POSITIONS, *more)
+    return Decoder(spec, load_weights(folder, spec, dtype, device), POSITIONS, fused)
 
 
 class Paged:
