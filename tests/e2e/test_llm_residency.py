@@ -12,7 +12,7 @@ from loraplex import LLM, SamplingParams, api
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode
 from loraplex.core.messages import EngineCall, PinAdapter
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("device")]
 
 TOKENS = prompt(9, 1)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)

@@ -91,9 +91,11 @@ def publish(driver: Driver, slot: int, generation: int) -> dict[str, np.ndarray]
     return {"publishes": np.array([[slot, generation]], dtype=np.int32)}
 
 
-def loaded(root: Path, model: Decoder, names: list[str], page_tokens: int = 4) -> Driver:
+def loaded(
+    root: Path, model: Decoder, names: list[str], page_tokens: int = 4, executor: Any = None
+) -> Driver:
     """A driver with the adapters in slots 1, 2, ..., generation 7 each."""
-    driver = Driver(model, page_tokens, pages=400)
+    driver = Driver(model, page_tokens, pages=400, executor=executor)
     for slot, name in enumerate(names, start=1):
         result = driver.load(image(root, model, name, driver.kv.page_bytes), slot, 7)
         assert result.copied.tolist() == [[slot, 7, 1]]
@@ -218,7 +220,9 @@ def test_adapter_deltas_of_a_failed_plan_may_come_again(
 class Rig:
     """The whole control plane over the model runner, in one process."""
 
-    def __init__(self, root: Path, model: Decoder, *, depth: int, pages: int) -> None:
+    def __init__(
+        self, root: Path, model: Decoder, *, depth: int, pages: int, executor: Any = None
+    ) -> None:
         kv = model.spec.kv_shape(4, 4)
         limits = EngineLimits(
             kv=kv, num_pages=pages, max_requests=8, max_model_len=64, token_budget=24, vocab_size=VOCAB, depth=depth,
@@ -226,7 +230,8 @@ class Rig:
         )  # fmt: skip
         self.images, self.mailbox, self.log = Images(), MemoryMailbox(), EventLog()
         pool = allocate_pool(pages, kv.page_bytes, model.weights.device, poison=True)
-        self.runner = ModelRunner(model, kv, limits.bounds, self.images, pool=pool)
+        made = None if executor is None else executor(kv, limits.bounds)
+        self.runner = ModelRunner(model, kv, limits.bounds, self.images, pool=pool, executor=made)
         self.engine = Engine(limits, self.runner, self.mailbox, VirtualClock(), self.log)
         for call, name in enumerate(CONFIGS):
             made = image(root, model, name, kv.page_bytes)
