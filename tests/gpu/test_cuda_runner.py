@@ -82,9 +82,7 @@ class Trio:
 
 
 def triples(lengths: list[int]) -> dict[int, tuple[Request, ...]]:
-    return {
-        i: tuple(Request(i, prompt(n, i), logprobs=5) for _ in range(3)) for i, n in enumerate(lengths)
-    }
+    return {i: tuple(Request(i, prompt(n, i), logprobs=5) for _ in range(3)) for i, n in enumerate(lengths)}
 
 
 def run_mixture(trio: Trio) -> None:
