@@ -79,7 +79,9 @@ class HeldStream(StreamCopies):
             copy.ready = event
 
     def let_go(self) -> None:
-        assert [event.waits for event in self.events] == [0] * len(self.events), "a step waited for an open copy"
+        assert [event.waits for event in self.events] == [0] * len(self.events), (
+            "a step waited for an open copy"
+        )
         for event in self.events:
             event.held = False
 
