@@ -51,7 +51,7 @@ def loaded(tmp_path: Path, dtype: torch.dtype = torch.float32) -> Artifact:
     return load_adapter(folder, tiny_base())
 
 
-@pytest.mark.parametrize("page_bytes", [48, 64, 100, 512, 4096, 1 << 20])
+@pytest.mark.parametrize("page_bytes", [48, 64, 104, 512, 4096, 1 << 20])
 @pytest.mark.parametrize("target", list(Dtype))
 def test_factors_come_back_from_the_pages(tmp_path: Path, page_bytes: int, target: Dtype) -> None:
     artifact = loaded(tmp_path)

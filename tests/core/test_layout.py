@@ -127,18 +127,19 @@ def test_a_page_must_hold_an_element() -> None:
 def test_checksum_sees_order_value_and_position() -> None:
     page = np.arange(64, dtype=np.uint8).reshape(1, 64)
     swapped = page.copy()
-    swapped[0, :8] = page[0, [4, 5, 6, 7, 0, 1, 2, 3]]
+    swapped[0, :16] = page[0, [*range(8, 16), *range(8)]]
     changed = page.copy()
     changed[0, 63] ^= 0x80
     sums = {int(page_checksum(p)[0]) for p in (page, swapped, changed)}
     assert len(sums) == 3
-    words = page.view(np.int32)[0].tolist()
-    assert int(page_checksum(page)[0]) == sum((2 * i + 1) * w for i, w in enumerate(words))
+    words = page.view(np.int64)[0].tolist()
+    exact = sum((2 * i + 1) * w for i, w in enumerate(words))
+    assert (int(page_checksum(page)[0]) - exact) % (1 << 64) == 0
 
 
 def test_checksum_wraps_modulo_2_to_the_64() -> None:
-    pages = np.full((2, 1 << 16), 0x7F, dtype=np.uint8)
+    pages = np.full((2, (1 << 18) + 8), 0x7F, dtype=np.uint8)  # more than one block of words
     pages[1, ::3] = 0x80
     for row, got in zip(pages, page_checksum(pages), strict=True):
-        exact = sum((2 * i + 1) * w for i, w in enumerate(row.view(np.int32).tolist()))
+        exact = sum((2 * i + 1) * w for i, w in enumerate(row.view(np.int64).tolist()))
         assert (int(got) - exact) % (1 << 64) == 0

@@ -34,6 +34,9 @@ TINY: dict[str, dict[str, Any]] = {
     for index in range(24)
 }  # fmt: skip
 """Rank 1 on one module of one layer: a few hundred bytes each. No two are alike."""
+
+DEVICE = "cpu"
+"""Where `open_llm` runs the model; the fixture `device` changes it for a test."""
 TIE = 1e-4
 CLOSE = 1e-4
 GIB = 1 << 30
@@ -70,8 +73,8 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def open_llm(root: Path, adapters: Sequence[str] = tuple(CONFIGS), **options: Any) -> LLM:
-    """The tiny model with adapters under their own names, float32."""
-    options = {"dtype": "float32", "pool_gb": 0.01, "page_tokens": 4, **options}
+    """The tiny model with adapters under their own names, float32, on `DEVICE`."""
+    options = {"dtype": "float32", "pool_gb": 0.01, "page_tokens": 4, "device": DEVICE, **options}
     return LLM(root / "base", {name: root / name for name in adapters}, **options)
 
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from loraplex import LLM, SamplingParams
 from loraplex.core.errors import CallerError, ErrorCode
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("device")]
 
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((5, 23, 1, 14))]
 """One for each of NAMES, of different lengths."""

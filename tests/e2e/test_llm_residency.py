@@ -12,7 +12,7 @@ from loraplex import LLM, SamplingParams, api
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode
 from loraplex.core.messages import EngineCall, PinAdapter
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("device")]
 
 TOKENS = prompt(9, 1)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -57,6 +57,25 @@ def test_a_pin_follows_its_alias_through_a_swap(root: Path) -> None:
         llm.pin_adapter("plain")
         llm.remove_adapter("plain")
         assert llm.inspect()["pins"]["adapters"] == 0
+
+
+@pytest.mark.parametrize("loader", ["inline", "process"])
+def test_a_swap_under_load_fails_no_request(root: Path, loader: str) -> None:
+    """Requests under way finish on the revision that they began with, later ones run on the new one."""
+    longer = SamplingParams(max_tokens=24, temperature=0.0)
+    with open_llm(root, ["plain", "rslora"], loader=loader) as llm:
+        names = ["plain", "rslora", None, "plain"]
+        before = [llm._submit(*llm._job(prompt(5 + i, i), name, longer)) for i, name in enumerate(names)]
+        for _ in range(4):
+            llm._step()
+        assert llm.swap_adapter("plain", root / "patterns")["revision"] == 2
+        after = [llm._submit(*llm._job(prompt(7 + i, 9 + i), "plain", longer)) for i in range(2)]
+        while any(not job.ended for job in llm._open.values()):
+            llm._step()
+        assert [job.error for job in llm._open.values() if job.error is not None] == []
+        llm._withdraw()
+        for name, output in zip([*names, "patterns", "patterns"], [*before, *after], strict=True):
+            check_greedy(output, name, 24)
 
 
 def test_a_swap_without_room_drains_when_asked(root: Path) -> None:

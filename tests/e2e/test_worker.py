@@ -16,7 +16,7 @@ from loraplex.core.plan import StepResult
 from loraplex.runtime.build import build_runner, describe_model, engine_limits, make_runner
 from loraplex.runtime.worker import PlanLog, read_log, replay
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("device")]
 
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((5, 23, 1, 14))]
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=5)
@@ -68,7 +68,7 @@ def test_a_worker_that_is_told_the_base_does_not_hash_its_weights_again(
 
 @both_depths_and_slabs
 def test_a_plan_log_replays_to_the_same_results(
-    root: Path, tmp_path: Path, depth: int, page_tokens: int, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, depth: int, page_tokens: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bytes] = []
     collect = PlanLog.collect
@@ -88,7 +88,7 @@ def test_a_plan_log_replays_to_the_same_results(
         pages = llm.inspect()["pages"]
     config = EngineConfig(
         model=str(root / "base"), images_dir=str(images), dtype="float32", pool_gb=0.01, page_tokens=page_tokens,
-        pipeline_depth=depth, scrub=True, token_budget=16, max_requests=4,
+        pipeline_depth=depth, scrub=True, token_budget=16, max_requests=4, device=device,
     )  # fmt: skip
     base = describe_model(config)
     sizes = engine_limits(config, base)
@@ -99,7 +99,9 @@ def test_a_plan_log_replays_to_the_same_results(
     for one, other in zip(first, again, strict=True):
         assert other.error_message == ""
         assert other.generation == one.generation
-        for name in ("tokens", "copied", "logprob_ids", "logprob_indptr", "faults"):
+        # On a stream of its own a copy ends when it ends: any plan up to its publication may report it.
+        copied = ["copied"] if device == "cpu" else []
+        for name in ("tokens", "logprob_ids", "logprob_indptr", "faults", *copied):
             assert np.array_equal(getattr(one, name), getattr(other, name)), (one.generation, name)
     sampled = sum(result.tokens.size for result in again)
     assert sampled >= sum(len(output.token_ids) for output in outputs)

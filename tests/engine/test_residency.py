@@ -330,6 +330,33 @@ def test_a_request_cancelled_in_any_state_of_its_load_leaves_nothing(depth: int,
 
 
 @both_depths
+@pytest.mark.parametrize(("starts", "in_flight"), [(1, 4), (3, 4), (8, 2)])
+def test_a_step_with_rows_starts_so_many_copies(depth: int, starts: int, in_flight: int) -> None:
+    keys = [f"k{index}" for index in range(5)]
+    rig = SlowRig(depth=depth, pages=120, copy_starts=starts, copies_in_flight=in_flight)
+    for key in keys:
+        rig.register(key)
+    rig.run()
+    _make_cold(rig, *keys)
+    rig.submit("running", prompt(9, 5), max_tokens=40)
+    while not rig.mailbox.tokens.get("running"):
+        rig.step()
+    rig.device.held = True
+    for index, key in enumerate(keys):
+        rig.submit(f"r{index}", prompt(index, 5), key)
+    started = []
+    for _ in range(6):
+        rig.step()
+        started.append(sum(job.started for job in rig.engine.state.loads.values()))
+    assert started[-1] == in_flight
+    assert max(np.diff([0, *started])) == min(starts, in_flight)
+    rig.device.held = False
+    rig.run()
+    for index in range(len(keys)):
+        rig.assert_answered(f"r{index}")
+
+
+@both_depths
 @pytest.mark.parametrize("when", ["absent", "loading", "active"])
 @pytest.mark.parametrize("how", [RemoveAdapter, RevokeAdapter])
 def test_removal_and_revocation_in_any_state(depth: int, when: str, how: type[EngineCall]) -> None:

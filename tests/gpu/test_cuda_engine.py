@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import resource
+import shutil
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,11 @@ from tests.gpu.world import CONFIG, VOCAB  # noqa: E402
 
 from loraplex import LLM, SamplingParams  # noqa: E402
 from loraplex.api import RequestOutput  # noqa: E402
+from loraplex.config import EngineConfig  # noqa: E402
 from loraplex.core.messages import Abort  # noqa: E402
+from loraplex.core.plan import StepResult  # noqa: E402
+from loraplex.runtime.build import describe_model, make_runner  # noqa: E402
+from loraplex.runtime.worker import replay  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 TIE = 0.06
@@ -99,6 +105,45 @@ def test_chunks_preemption_and_both_depths_give_the_requests_own_text(root: Path
         assert llm._built.engine.state.preemptions > 0
         llm._built.engine.check()
     same_up_to_ties(alone, together)
+
+
+def test_a_backend_in_another_process_gives_the_same_texts(root: Path) -> None:
+    """It gets the plans' packed bytes and nothing else. Batches may differ: when a copy ends is the device's affair."""
+    answers = []
+    for backend in ("inline", "process"):
+        with open_llm(root, backend=backend, pipeline_depth=1) as llm:
+            llm.generate(PROMPTS, NAMES, SamplingParams(max_tokens=1))  # everything is resident from here on
+            answers.append(llm.generate(PROMPTS, NAMES, GREEDY))
+    same_up_to_ties(*answers)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_plan_log_replays_to_the_same_tokens(root: Path, tmp_path: Path, depth: int) -> None:
+    """Greedy and sampled, chunks, mixed and captured steps, bit for bit; the same plans are the same launches."""
+    path, images = tmp_path / "plans", tmp_path / "images"
+    sampled = SamplingParams(max_tokens=30, temperature=0.9, top_p=0.9, seed=3, logprobs=5)
+    options: dict[str, Any] = {"pipeline_depth": depth, "plan_log": str(path), "loader": "inline"}
+    with open_llm(root, **options) as llm:
+        outputs = [*llm.generate(PROMPTS, NAMES, GREEDY), *llm.generate(PROMPTS, NAMES, sampled)]
+        shutil.copytree(llm._images, images)
+    config = EngineConfig(
+        model=str(root / "base"), images_dir=str(images), device="cuda", dtype="bfloat16", pool_gb=0.05, load_format="dummy",
+        max_requests=16, token_budget=64, max_model_len=512, scrub=True, pipeline_depth=depth,
+    )  # fmt: skip
+    runs = []
+    for _ in range(2):
+        runner, _, close = make_runner(config, describe_model(config))
+        results = [StepResult.unpack(data) for data in replay(path, runner)]
+        assert all(result.error_message == "" for result in results)
+        runs.append([(r.tokens.tolist(), r.logprob_ids.tolist(), r.logprob_values.tolist()) for r in results])
+        del runner
+        close()
+    assert runs[0] == runs[1]
+    replayed = sorted(token for tokens, _, _ in runs[0] for token in tokens)
+    kept = sorted(token for output in outputs for token in output.token_ids)
+    # At depth 1 a plan may sample once more for a request that has ended.
+    assert not Counter(kept) - Counter(replayed)
+    assert len(replayed) - len(kept) <= 2 * len(outputs)
 
 
 def test_withdrawn_requests_leave_nothing_behind(root: Path) -> None:

@@ -12,84 +12,118 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
-from tests.gpu.world import VOCAB, cuda_decoder, cuda_executor, reference_decoder, spec_of, stream  # noqa: E402
+from tests.gpu.level_b import Deviations, assert_level_b, note_step  # noqa: E402
+from tests.gpu.world import (  # noqa: E402
+    VOCAB,
+    cuda_decoder,
+    cuda_executor,
+    half_decoder,
+    reference_decoder,
+    spec_of,
+    stream,
+)
 from tests.model.drive import Driver, Request  # noqa: E402
 
 from loraplex.core.plan import StepResult  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-TIE = 0.06
+HALF = (torch.bfloat16, torch.float16)
 
 
 def prompt(length: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-def drivers(page_tokens: int = 16, *, captured: bool = True, **changes: Any) -> tuple[Driver, Driver]:
-    spec = spec_of(**changes)
-    sizes: dict[str, Any] = {"slots": 12, "pages": 2000, "adapters": 9}
-    own = Driver(cuda_decoder(spec), page_tokens, executor=cuda_executor(captured), stream=stream(), **sizes)
-    return Driver(reference_decoder(spec), page_tokens, **sizes), own
+SIZES: dict[str, Any] = {"slots": 12, "pages": 2000, "adapters": 9}
 
 
-def follow(
-    pair: tuple[Driver, Driver], work: list[tuple[int, int]], requests: dict[int, tuple[Request, Request]]
-) -> None:
-    """One step on both, fed with the reference's tokens; tokens may differ only where its best two nearly tie."""
-    results = []
-    for side, driver in enumerate(pair):
-        results.append(driver.step([(requests[i][side], rows) for i, rows in work]))
-    best = [step_best(result) for result in results]
-    for (ids, values), token in zip(best[0], results[1].tokens.tolist(), strict=True):
-        chosen = dict(zip(ids, values, strict=True))
-        assert token in chosen, "not among the reference's best five"
-        assert max(values) - chosen[token] < TIE
-    for i, _ in work:
-        left, right = requests[i]
-        right.last = left.last
+def device_driver(
+    page_tokens: int = 16, *, captured: bool = True, dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> Driver:
+    """A driver over the fused kernels."""
+    decoder = cuda_decoder(spec_of(**changes), dtype)
+    return Driver(decoder, page_tokens, executor=cuda_executor(captured), stream=stream(), **SIZES)
 
 
-def step_best(result: StepResult) -> list[tuple[list[int], list[float]]]:
-    out = []
-    values = result.logprob_values.view(np.float32)
-    for lo, hi in zip(result.logprob_indptr[:-1].tolist(), result.logprob_indptr[1:].tolist(), strict=True):
-        out.append((result.logprob_ids[lo:hi].tolist(), values[lo:hi].tolist()))
-    return out
+class Trio:
+    """Float32 and a half type on the CPU, and that type on the device, fed with float32's tokens; `check` at the end."""
+
+    def __init__(
+        self,
+        page_tokens: int = 16,
+        *,
+        captured: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+        **changes: Any,
+    ) -> None:
+        spec = spec_of(**changes)
+        self.drivers = (
+            Driver(reference_decoder(spec), page_tokens, **SIZES),
+            Driver(half_decoder(spec, dtype), page_tokens, **SIZES),
+            device_driver(page_tokens, captured=captured, dtype=dtype, **changes),
+        )
+        self.yardstick, self.own = Deviations(), Deviations()
+
+    def follow(self, work: list[tuple[int, int]], requests: dict[int, tuple[Request, ...]]) -> None:
+        """One step on each: (request, rows) in scheduler order."""
+        results = [
+            driver.step([(requests[i][side], rows) for i, rows in work])
+            for side, driver in enumerate(self.drivers)
+        ]
+        note_step((self.yardstick, self.own), results[0], results[1:])
+        for i, _ in work:
+            first, *others = requests[i]
+            for request in others:
+                request.last = first.last
+
+    def check(self) -> None:
+        """Level b over everything that was followed."""
+        assert_level_b(self.own, self.yardstick)
 
 
-def pairs(lengths: list[int]) -> dict[int, tuple[Request, Request]]:
-    return {
-        i: (Request(i, prompt(n, i), logprobs=5), Request(i, prompt(n, i), logprobs=5))
-        for i, n in enumerate(lengths)
-    }
+def triples(lengths: list[int]) -> dict[int, tuple[Request, ...]]:
+    return {i: tuple(Request(i, prompt(n, i), logprobs=5) for _ in range(3)) for i, n in enumerate(lengths)}
+
+
+def run_mixture(trio: Trio) -> None:
+    """Chunks with and without history, mixed steps, then decode steps of several buckets."""
+    requests = triples([9, 5, 17, 1, 30])
+    trio.follow([(0, 9), (2, 6), (3, 1)], requests)
+    trio.follow([(1, 5), (0, 0), (2, 11), (4, 16)], requests)
+    trio.follow([(0, 0), (1, 0), (2, 0), (4, 14)], requests)
+    for _ in range(8):
+        trio.follow([(4, 0), (2, 0), (0, 0), (1, 0), (3, 0)], requests)
+    trio.follow([(3, 0)], requests)
+    trio.check()
 
 
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("page_tokens", [16, 1])
-def test_tokens_follow_float32_on_the_cpu(page_tokens: int, captured: bool) -> None:
-    pair = drivers(page_tokens, captured=captured)
-    requests = pairs([9, 5, 17, 1, 30])
-    follow(pair, [(0, 9), (2, 6), (3, 1)], requests)
-    follow(pair, [(1, 5), (0, 0), (2, 11), (4, 16)], requests)
-    follow(pair, [(0, 0), (1, 0), (2, 0), (4, 14)], requests)
-    for _ in range(8):
-        follow(pair, [(4, 0), (2, 0), (0, 0), (1, 0), (3, 0)], requests)
-    follow(pair, [(3, 0)], requests)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_tokens_follow_float32_on_the_cpu(page_tokens: int, captured: bool, dtype: torch.dtype) -> None:
+    run_mixture(Trio(page_tokens, captured=captured, dtype=dtype))
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_sliding_window_follows_float32_on_the_cpu(captured: bool) -> None:
+    """Every prompt and history is longer than the window of five."""
+    run_mixture(Trio(4, captured=captured, model_type="mistral", sliding_window=5))
 
 
 def test_chunks_on_fa3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loraplex.model.cuda.flashinfer_attention.FA3_ROWS", 1)
-    pair = drivers(head_dim=128, num_attention_heads=2, num_key_value_heads=1)
-    requests = pairs([50, 20])
-    follow(pair, [(0, 50)], requests)
-    follow(pair, [(1, 20), (0, 0)], requests)
-    follow(pair, [(1, 0), (0, 0)], requests)
+    trio = Trio(head_dim=128, num_attention_heads=2, num_key_value_heads=1)
+    requests = triples([50, 20])
+    trio.follow([(0, 50)], requests)
+    trio.follow([(1, 20), (0, 0)], requests)
+    trio.follow([(1, 0), (0, 0)], requests)
+    trio.check()
 
 
 def test_references_stay_on_the_device() -> None:
-    _, own = drivers()
+    own = device_driver()
     a, b = Request(0, prompt(6, 1)), Request(1, prompt(8, 2))
-    plain = drivers()[1]
+    plain = device_driver()
     c, d = Request(0, prompt(6, 1)), Request(1, prompt(8, 2))
     plain.step([(c, 6), (d, 8)])
     for _ in range(5):
@@ -113,7 +147,7 @@ def test_references_stay_on_the_device() -> None:
 def test_captured_steps_equal_the_same_launches_one_by_one_bit_for_bit() -> None:
     outputs = []
     for captured in (True, False):
-        own = drivers(captured=captured)[1]
+        own = device_driver(captured=captured)
         requests = [Request(i, prompt(7 + i, i), logprobs=5) for i in range(5)]
         own.step([(r, len(r.prompt)) for r in requests])
         steps = [own.step([(r, 0) for r in requests[: 1 + i % 5]]) for i in range(10)]

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 from loraplex.ops import worklist  # noqa: E402
 from loraplex.ops.factor_table import FactorTable, ModuleFactors  # noqa: E402
 from loraplex.ops.triton_lora import LoraStep, shrink_expand  # noqa: E402
-from loraplex.ops.worklist import Phase  # noqa: E402
+from loraplex.ops.worklist import GROUPS, Phase  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -53,22 +53,28 @@ def lists(rng: np.random.Generator, table: FactorTable, step: LoraStep) -> workl
     return worklist.build(rows, offsets, slots.astype(np.int32), 0, table.max_ranks, step.room)
 
 
-def test_a_graph_replayed_over_a_thousand_mixes_equals_eager() -> None:
+MIXES = 3000
+
+
+def test_a_graph_replayed_over_thousands_of_mixes_equals_eager() -> None:
+    """Every fused group of both layers in one graph; rows without adapter keep their bits."""
     table, pool = world()
     step, eager = (
         LoraStep(table, pool, torch.bfloat16, Phase.DECODE, rows=ROWS, max_rank=64) for _ in range(2)
     )
     x = torch.randn(ROWS, WIDTH, device=DEVICE).to(torch.bfloat16)
-    y0 = torch.randn(ROWS, 3 * WIDTH, device=DEVICE).to(torch.bfloat16)
-    y = y0.clone()
+    widths = [(last - first) * WIDTH for first, last in GROUPS]
+    before = [torch.randn(ROWS, width, device=DEVICE).to(torch.bfloat16) for width in widths]
+    after = [y.clone() for y in before]
     rng = np.random.default_rng(1)
     step.prepare(lists(rng, table, step))
 
     def launches() -> None:
         step.fill()
-        y.copy_(y0)
-        for layer in range(LAYERS):
-            shrink_expand(y, x, step, layer, 0)
+        for group, (y, y0) in enumerate(zip(after, before, strict=True)):
+            y.copy_(y0)
+            for layer in range(LAYERS):
+                shrink_expand(y, x, step, layer, group)
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -77,14 +83,30 @@ def test_a_graph_replayed_over_a_thousand_mixes_equals_eager() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launches()
-    for _ in range(1000):
+    for _ in range(MIXES):
         work = lists(rng, table, step)
         step.send(torch.from_numpy(work.packed))
         step.z.fill_(float("nan"))
         graph.replay()
         eager.prepare(work)
-        want = y0.clone()
-        for layer in range(LAYERS):
-            shrink_expand(want, x, eager, layer, 0)
-        assert torch.equal(y, want)
-        assert not torch.isnan(y).any()
+        rows = rows_of(work)
+        base = torch.tensor([row for row in range(ROWS) if row not in rows], device=DEVICE)
+        for group, (y, y0) in enumerate(zip(after, before, strict=True)):
+            want = y0.clone()
+            for layer in range(LAYERS):
+                shrink_expand(want, x, eager, layer, group)
+            assert torch.equal(y, want)
+            assert not torch.isnan(y).any()
+            assert torch.equal(y[base], y0[base])
+
+
+def rows_of(work: worklist.WorkList) -> set[int]:
+    """Rows that a decode work list names."""
+    blocks = work.packed[worklist.HEAD_WORDS :].reshape(-1, worklist.BLOCK_WORDS)
+    rows: set[int] = set()
+    for block in blocks:
+        listed = np.ascontiguousarray(block[worklist.ROWS : worklist.ROWS + worklist.ROW_WORDS]).view(
+            np.uint16
+        )
+        rows |= set(listed[: block[worklist.COUNT]].tolist())
+    return rows

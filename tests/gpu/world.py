@@ -1,4 +1,4 @@
-"""One random model twice: in float32 on the CPU, and in bfloat16 on CUDA behind captured graphs and fused kernels."""
+"""One random model three times: in float32 and in a half type on the CPU, and on CUDA behind graphs and fused kernels."""
 
 from __future__ import annotations
 
@@ -63,16 +63,22 @@ def reference_decoder(spec: DecoderSpec) -> Decoder:
 
 
 @cache
+def half_decoder(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
+    """The yardstick of `level_b`."""
+    return Decoder(spec, moved(weights_of(spec), dtype, CPU), 1024)
+
+
+@cache
 def stream() -> torch.cuda.Stream:
     return prepare_libraries()
 
 
 @cache
-def cuda_decoder(spec: DecoderSpec) -> Decoder:
+def cuda_decoder(spec: DecoderSpec, dtype: torch.dtype = torch.bfloat16) -> Decoder:
     stream()
     from loraplex.model.cuda.flashinfer_fused import FlashInferFused
 
-    return Decoder(spec, moved(weights_of(spec), torch.bfloat16, GPU), 1024, FlashInferFused())
+    return Decoder(spec, moved(weights_of(spec), dtype, GPU), 1024, FlashInferFused())
 
 
 def cuda_executor(captured: bool = True, rows: int = 512) -> Any:

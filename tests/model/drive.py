@@ -177,9 +177,12 @@ class Driver:
             owner.last = token
 
     def load(self, image: AdapterImage, slot: int, generation: int) -> StepResult:
-        """Copy an image; a plan without rows."""
+        """Copy an image: a plan without rows, and more of them until one reports the end of the copy."""
         self.images.images[image.kernel_digest] = image
-        return self.run(self.plan([], deltas=self.copy(image, slot, generation)))
+        result = self.run(self.plan([], deltas=self.copy(image, slot, generation)))
+        while not result.error_message and not len(result.copied):
+            result = self.run(self.plan([]))
+        return result
 
     def copy(self, image: AdapterImage, slot: int, generation: int) -> dict[str, np.ndarray]:
         words = np.frombuffer(bytes.fromhex(image.kernel_digest), dtype="<i4").tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from loraplex.artifact.tensors import Dtype
 from loraplex.core.layout import AdapterImage, Factor, Geometry, PageGeometry
 from loraplex.model import executor
 from loraplex.model.base import BaseWeights
+from loraplex.model.decoder import Decoder
 from loraplex.ops.dispatch import FAMILIES, make_operator
 from loraplex.ops.triton_lora import Tuning
 from loraplex.ops.triton_ops import TritonState
@@ -69,44 +70,57 @@ SMALL_PREFILL = Tuning(
 )  # fmt: skip
 
 
+BASE = "llama-biased"
+
+
 @cache
-def tuned(name: str) -> Any:
-    """The PEFT model of one adapter over a copy of the tiny Llama with biases, every parameter of it random."""
+def tuned(name: str, family: str = BASE, spread: float = 0.2) -> Any:
+    """The PEFT model of one adapter over a copy of a tiny model with biases, every parameter of it random.
+
+    spread: standard deviation of factors and trained biases.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice about targets and biases
-        base = type(reference("llama-biased"))(reference("llama-biased").config)
-        base.load_state_dict(reference("llama-biased").state_dict())
+        base = type(reference(family))(reference(family).config)
+        base.load_state_dict(reference(family).state_dict())
         model = peft.get_peft_model(base, CONFIGS[name]())
     generator = torch.Generator().manual_seed(len(name))
     for parameter_name, parameter in model.named_parameters():
         if "magnitude" in parameter_name or "ia3_" in parameter_name:
             parameter.data.uniform_(0.5, 1.5, generator=generator)
         elif "lora_" in parameter_name or (parameter.requires_grad and parameter_name.endswith("bias")):
-            parameter.data.normal_(0.0, 0.2, generator=generator)
+            parameter.data.normal_(0.0, spread, generator=generator)
     return model.eval()
+
+
+def write_folders(root: Path, family: str = BASE, spread: float = 0.2) -> Path:
+    """`root/base` and `root/NAME` of every adapter."""
+    save(family, root / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that embeddings are saved too
+        for name in CONFIGS:
+            tuned(name, family, spread).save_pretrained(root / name)
+    return root
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("methods")
-    save("llama-biased", root / "base")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that embeddings are saved too
-        for name in CONFIGS:
-            tuned(name).save_pretrained(root / name)
-    return root
+    return write_folders(tmp_path_factory.mktemp("methods"))
 
 
-def artifact(root: Path, name: str) -> Artifact:
-    model = decoder("llama-biased", root / "base")
+def artifact(root: Path, name: str, model: Decoder | None = None) -> Artifact:
+    model = model or decoder(BASE, root / "base")
     return load_adapter(root / name, base_modules(model.spec), BaseWeights(model.spec, model.weights))
 
 
-def image(root: Path, name: str, page_bytes: int) -> AdapterImage:
-    model = decoder("llama-biased", root / "base")
+def image(root: Path, name: str, page_bytes: int, model: Decoder | None = None) -> AdapterImage:
+    """The image of one adapter in the type of a model's weights."""
+    model = model or decoder(BASE, root / "base")
+    dtype = model.weights.dtype
+    geometry = PageGeometry(Geometry.RANK_ROWS, dtype.itemsize, row_page_bytes=page_bytes)
     weights = BaseWeights(model.spec, model.weights)
-    geometry = PageGeometry(Geometry.RANK_ROWS, 4, row_page_bytes=page_bytes)
-    return to_image(artifact(root, name), geometry, Dtype.FLOAT32, "0" * 64, weights)
+    kind = Dtype(str(dtype).removeprefix("torch."))
+    return to_image(artifact(root, name, model), geometry, kind, "0" * 64, weights)
 
 
 def test_every_method_but_alora_is_here_and_executable(root: Path) -> None:
@@ -133,15 +147,21 @@ def test_a_mixed_batch_of_every_method_equals_peft(
 ) -> None:
     monkeypatch.setattr(executor, "make_operator", functools.partial(make_operator, family=family))
     names = list(CONFIGS) if family != "triton" else INTERPRETED
-    driver = Driver(
-        decoder("llama-biased", root / "base"), 4, slots=len(names) + 1, pages=700, adapters=len(names) + 1
-    )
+    driver = driver_of(decoder(BASE, root / "base"), names)
     if family == "triton":
         driver.runner.table.kernel_state = TritonState(driver.runner.table, tunings=(SMALL_PREFILL, SMALL))
-    for slot, name in enumerate(names, start=1):
-        loaded = driver.load(image(root, name, driver.kv.page_bytes), slot, 7)
-        assert loaded.copied.tolist() == [[slot, 7, 1]]
-        driver.step([], deltas={"publishes": np.array([[slot, 7]], dtype=np.int32)})
+    check_mixed_batch(root, driver, names)
+
+
+def driver_of(model: Decoder, names: Sequence[str], **options: Any) -> Driver:
+    """A driver with room for these adapters and a request of each, and one of the base."""
+    count = len(names) + 1
+    return Driver(model, options.pop("page_tokens", 4), slots=count, pages=700, adapters=count, **options)
+
+
+def check_mixed_batch(root: Path, driver: Driver, names: Sequence[str], steps: int = 2) -> None:
+    """Every adapter and the base in one prefill and then in decode steps; PEFT's choices and log probabilities."""
+    load_all(root, driver, names)
     rng = np.random.default_rng(4)
     requests = [
         Request(
@@ -149,19 +169,28 @@ def test_a_mixed_batch_of_every_method_equals_peft(
         )
         for i in range(len(names) + 1)
     ]  # fmt: skip
-    first = driver.step([(r, len(r.prompt)) for r in requests])
-    second = driver.step([(r, 0) for r in requests])
+    results = [driver.step([(r, len(r.prompt)) for r in requests])]
+    results += [driver.step([(r, 0) for r in requests]) for _ in range(steps - 1)]
     at = 0
     for request in requests:
-        judge = tuned(names[request.slot - 1]) if request.slot else reference("llama-biased")
+        judge = tuned(names[request.slot - 1]) if request.slot else reference(BASE)
         scores = torch.log_softmax(logits_of(judge, request.prompt + request.out), dim=-1)
         count = len(request.prompt) - 1
-        got = first.prompt_logprob_values.view(np.float32)[at : at + count]
+        got = results[0].prompt_logprob_values.view(np.float32)[at : at + count]
         expected = scores[torch.arange(count), torch.tensor(request.prompt[1:])]
         np.testing.assert_allclose(got, expected.numpy(), atol=1e-4, err_msg=str(request.slot))
         at += count
-        for step, result in enumerate((first, second)):
+        for step, result in enumerate(results):
             row = scores[count + step]
             assert request.out[step] == int(row.argmax())
             value = result.logprob_values.view(np.float32)[request.slot]
             assert value == pytest.approx(float(row.max()), abs=1e-4)
+
+
+def load_all(root: Path, driver: Driver, names: Sequence[str]) -> None:
+    """Adapters in slots 1, 2, ..., generation 7 each."""
+    page_bytes, model = driver.kv.page_bytes, driver.runner.decoder
+    for slot, name in enumerate(names, start=1):
+        loaded = driver.load(image(root, name, page_bytes, model), slot, 7)
+        assert loaded.copied.tolist() == [[slot, 7, 1]]
+        driver.step([], deltas={"publishes": np.array([[slot, 7]], dtype=np.int32)})

@@ -5,6 +5,7 @@ Specification: DESIGN 8 "No decorative plan ... no pages in name only".
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +59,11 @@ def owned_bytes(driver: Driver, requests: list[Request], slots: list[int]) -> to
 @pytest.mark.parametrize("page_tokens", [1, 4, 16])
 def test_only_owned_bytes_are_read(root: Path, model: Decoder, page_tokens: int, poison: int) -> None:
     names = list(CONFIGS)
-    driver = loaded(root, model, names, page_tokens)
+    check_owned_bytes(loaded(root, model, names, page_tokens), names, poison)
+
+
+def check_owned_bytes(driver: Driver, names: list[str], poison: int) -> None:
+    """PEFT's choices, whatever lies beside what requests and adapters own. Slots 1, 2, ... hold the adapters named."""
     requests = [Request(i, prompt(3 + 2 * i, i), adapter=(i, 7 if i else 0)) for i in range(len(names) + 1)]
     slots = list(range(1, len(names) + 1))
 
@@ -80,19 +85,23 @@ def test_only_owned_bytes_are_read(root: Path, model: Decoder, page_tokens: int,
 
 
 def test_a_warm_step_copies_no_byte(root: Path, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = 0
+    moved: list[int] = []
     copy_page = AdapterTable.copy_page
 
     def count(self: AdapterTable, page: int, source: np.ndarray, offset: int) -> None:
-        nonlocal moved
-        moved += source.nbytes
+        moved.append(source.nbytes)
         copy_page(self, page, source, offset)
 
     monkeypatch.setattr(AdapterTable, "copy_page", count)
-    driver = loaded(root, model, ["all-r4", "rs-r16"])
+    check_warm_steps(root, loaded(root, model, ["all-r4", "rs-r16"]), moved)
+
+
+def check_warm_steps(root: Path, driver: Driver, moved: list[int]) -> None:
+    """moved: bytes of every copy into the pool since "all-r4" and "rs-r16" were loaded into slots 1 and 2."""
+    model = driver.runner.decoder
     total = sum(len(image(root, model, n, driver.kv.page_bytes).pages) for n in ("all-r4", "rs-r16"))
-    assert moved == total * driver.kv.page_bytes
-    moved = 0
+    assert sum(moved) == total * driver.kv.page_bytes
+    moved.clear()
     requests = [Request(i, prompt(5, i), adapter=(i, 7 if i else 0)) for i in range(3)]
     before = torch.cat(
         [driver.runner.table.adapter(slot).pool[driver.runner.table.adapter(slot).pages] for slot in (1, 2)]
@@ -103,7 +112,7 @@ def test_a_warm_step_copies_no_byte(root: Path, model: Decoder, monkeypatch: pyt
     after = torch.cat(
         [driver.runner.table.adapter(slot).pool[driver.runner.table.adapter(slot).pages] for slot in (1, 2)]
     )
-    assert moved == 0
+    assert not moved
     assert torch.equal(before, after)
 
 
@@ -135,6 +144,11 @@ def test_a_copy_that_stays_open_for_a_thousand_steps_delays_nobody(
         rig.runner.table, image(root, model, "rs-r16", rig.runner.pool.shape[1]).kernel_digest
     )
     rig.runner._residents._copies = copies
+    check_open_copy(rig, lambda: len(copies.kept), copies.let_go)
+
+
+def check_open_copy(rig: Rig, held: Callable[[], int], let_go: Callable[[], None]) -> None:
+    """The copy of "rs-r16" stays open for STEPS steps. held: copies that are held; let_go: end them."""
     rig.submit("warm", prompt(4, 1), "qv-r3", 2)
     for _ in range(50):
         rig.engine.step()
@@ -157,8 +171,8 @@ def test_a_copy_that_stays_open_for_a_thousand_steps_delays_nobody(
                 del live[name]
     assert "cold" not in rig.mailbox.ended
     assert not rig.mailbox.tokens.get("cold")
-    assert len(copies.kept) == 1
-    copies.let_go()
+    assert held() == 1
+    let_go()
     rig.run()
     known = cold_prompt + rig.mailbox.tokens["cold"]
     choices = logits_of(tuned("rs-r16"), known).argmax(dim=-1).tolist()

@@ -91,9 +91,11 @@ def publish(driver: Driver, slot: int, generation: int) -> dict[str, np.ndarray]
     return {"publishes": np.array([[slot, generation]], dtype=np.int32)}
 
 
-def loaded(root: Path, model: Decoder, names: list[str], page_tokens: int = 4) -> Driver:
+def loaded(
+    root: Path, model: Decoder, names: list[str], page_tokens: int = 4, executor: Any = None
+) -> Driver:
     """A driver with the adapters in slots 1, 2, ..., generation 7 each."""
-    driver = Driver(model, page_tokens, pages=400)
+    driver = Driver(model, page_tokens, pages=400, executor=executor)
     for slot, name in enumerate(names, start=1):
         result = driver.load(image(root, model, name, driver.kv.page_bytes), slot, 7)
         assert result.copied.tolist() == [[slot, 7, 1]]
@@ -218,16 +220,27 @@ def test_adapter_deltas_of_a_failed_plan_may_come_again(
 class Rig:
     """The whole control plane over the model runner, in one process."""
 
-    def __init__(self, root: Path, model: Decoder, *, depth: int, pages: int) -> None:
+    def __init__(
+        self,
+        root: Path,
+        model: Decoder,
+        *,
+        depth: int,
+        pages: int,
+        executor: Any = None,
+        images: Images | None = None,
+    ) -> None:
         kv = model.spec.kv_shape(4, 4)
         limits = EngineLimits(
             kv=kv, num_pages=pages, max_requests=8, max_model_len=64, token_budget=24, vocab_size=VOCAB, depth=depth,
             max_adapter_slots=6, growth_horizon=4, scrub=True,
         )  # fmt: skip
-        self.images, self.mailbox, self.log = Images(), MemoryMailbox(), EventLog()
+        self.images, self.mailbox, self.log = images or Images(), MemoryMailbox(), EventLog()
+        self.clock = VirtualClock()
         pool = allocate_pool(pages, kv.page_bytes, model.weights.device, poison=True)
-        self.runner = ModelRunner(model, kv, limits.bounds, self.images, pool=pool)
-        self.engine = Engine(limits, self.runner, self.mailbox, VirtualClock(), self.log)
+        made = None if executor is None else executor(kv, limits.bounds)
+        self.runner = ModelRunner(model, kv, limits.bounds, self.images, pool=pool, executor=made)
+        self.engine = Engine(limits, self.runner, self.mailbox, self.clock, self.log)
         for call, name in enumerate(CONFIGS):
             made = image(root, model, name, kv.page_bytes)
             self.images.images[made.kernel_digest] = made
@@ -270,7 +283,11 @@ def assert_answers(rig: Rig, asked: dict[str, tuple[list[int], str | None]], cou
 def test_the_engine_over_the_runner_answers_as_peft_does(
     root: Path, model: Decoder, depth: int, pages: int, reloads: bool
 ) -> None:
-    rig = Rig(root, model, depth=depth, pages=pages)
+    check_engine(Rig(root, model, depth=depth, pages=pages), reloads)
+
+
+def check_engine(rig: Rig, reloads: bool) -> None:
+    """Ten requests over the base and every adapter. reloads: the pool is so small that adapters come back."""
     asked = {f"r{i}": (prompt(4 + 5 * (i % 4), i), [None, *CONFIGS][i % 5]) for i in range(10)}
     for name, (tokens, adapter) in asked.items():
         rig.submit(name, tokens, adapter, 10)
@@ -282,7 +299,11 @@ def test_the_engine_over_the_runner_answers_as_peft_does(
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_preempted_requests_answer_the_same(root: Path, model: Decoder, depth: int) -> None:
-    rig = Rig(root, model, depth=depth, pages=28)
+    check_preemption(Rig(root, model, depth=depth, pages=28))
+
+
+def check_preemption(rig: Rig) -> None:
+    """More history than the pool of 28 pages holds."""
     asked = {f"r{i}": (prompt(6, i), [None, "qv-r3"][i % 2]) for i in range(4)}
     for name, (tokens, adapter) in asked.items():
         rig.submit(name, tokens, adapter, 30)

@@ -65,6 +65,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+WIDE: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "initializer_range": 0.1,
+}  # fmt: skip
+"""Shapes that fused attention takes, for tests on a device; logits far enough apart for half precision."""
+WIDE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "wide-llama": ("Llama", WIDE),
+    "wide-llama-biased": ("Llama", {**WIDE, "attention_bias": True, "mlp_bias": True}),
+    "wide-mistral-window": ("Mistral", {**WIDE, "sliding_window": 7}),
+    "wide-qwen2": ("Qwen2", WIDE),
+}
+
+
 def randomise(model: torch.nn.Module, seed: int) -> None:
     """Biases and norms too: their defaults of 0 and 1 would hide a parameter that is not used."""
     generator = torch.Generator().manual_seed(seed)
@@ -79,7 +92,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 @cache
 def reference(name: str) -> Any:
     """The transformers model of one family, float32, eager attention."""
-    family, changes = FAMILIES[name]
+    family, changes = {**FAMILIES, **WIDE_FAMILIES}[name]
     config = getattr(transformers, f"{family}Config")(**{**COMMON, **changes})
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -99,9 +112,12 @@ def spec_of(name: str) -> DecoderSpec:
 
 
 @cache
-def decoder(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def decoder(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32, device: torch.device = CPU, fused: Any = None
+) -> Decoder:
+    """fused: operators between GEMMs, None for torch's."""
     spec = spec_of(name)
-    return Decoder(spec, load_weights(folder, spec, dtype, CPU), POSITIONS)
+    return Decoder(spec, load_weights(folder, spec, dtype, device), POSITIONS, fused)
 
 
 class Paged:

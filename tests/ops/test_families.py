@@ -25,8 +25,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def random_world(
-    seed: int, dtype: torch.dtype, adapters: int, ranks: list[int], page_bytes: int | None = None
-) -> World:
+    seed: int, dtype: torch.dtype, adapters: int, ranks: list[int], page_bytes: int | None = None,
+    device: str = "cpu",
+) -> World:  # fmt: skip
     """Adapters of every method: plain, subsets of modules, vectors only, vectors beside factors."""
     rng = np.random.default_rng(seed)
     made = []
@@ -40,9 +41,8 @@ def random_world(
         own = [*ranks, 0] if vectors else ranks
         adapter = random_adapter(rng, DIMS, dtype, own, [Module(m) for m in subset], vectors)
         made.append(adapter or random_adapter(rng, DIMS, dtype, ranks, [Module.Q]))
-    return make_world(
-        rng, made, DIMS, dtype, page_bytes=page_bytes or int(rng.choice([128, 512, 4096, 16384]))
-    )
+    chosen = page_bytes or int(rng.choice([128, 512, 4096, 16384]))
+    return make_world(rng, made, DIMS, dtype, page_bytes=chosen, device=device)
 
 
 def check(world: World, plan: BatchPlan, family: str | None, seed: int = 0) -> None:
@@ -57,20 +57,21 @@ def check(world: World, plan: BatchPlan, family: str | None, seed: int = 0) -> N
 
 
 def check_call(world, ops, rng, slots, layer, modules, rows) -> None:
-    dtype = world.table.dtype
+    dtype, device = world.table.dtype, world.table.pool.device
     d_in = DIMS.dims[modules[0]][0]
     width = sum(DIMS.dims[m][1] for m in modules)
-    x = torch.from_numpy(rng.standard_normal((slots.size, d_in))).to(dtype)
-    buffer = torch.from_numpy(rng.standard_normal((slots.size, width + 3))).to(dtype)
+    x = torch.from_numpy(rng.standard_normal((slots.size, d_in))).to(dtype).to(device)
+    buffer = torch.from_numpy(rng.standard_normal((slots.size, width + 3))).to(dtype).to(device)
     before = buffer.clone()
     y = buffer[:, 1 : width + 1]
-    expected, bound = reference(world, slots, y.double().numpy(), x.double().numpy(), layer, modules)
+    given = [operand.double().cpu().numpy() for operand in (y, x)]
+    expected, bound = reference(world, slots, *given, layer, modules)
     ops.apply(y, x, layer, modules, rows)
-    error = np.abs(y.double().numpy() - expected)
+    error = np.abs(y.double().cpu().numpy() - expected)
     assert (error <= bound).all(), (
         f"layer {layer} {modules}: {error.max()} at {np.argwhere(error > bound)[:3]}"
     )
-    base = torch.from_numpy(slots == 0)
+    base = torch.from_numpy(slots == 0).to(device)
     assert torch.equal(buffer[base], before[base])
     assert torch.equal(buffer[:, 0], before[:, 0])
     assert torch.equal(buffer[:, width + 1 :], before[:, width + 1 :])

@@ -28,12 +28,16 @@ def random_plan(rng: np.random.Generator, adapters: int, most: int) -> BatchPlan
     return make_plan(prefills, decodes, all_logits=bool(rng.integers(0, 2)))
 
 
-def sweep(family: str, seed: int, worlds: int, plans: int, most_adapters: int, most: int = 4) -> None:
+def sweep(
+    family: str, seed: int, worlds: int, plans: int, most_adapters: int, most: int = 4, device: str = "cpu",
+    page_bytes: int | None = None,
+) -> None:  # fmt: skip
+    """Random worlds and plans; `PLANS` adds the empty phases, the one row and the base alone to each world."""
     rng = np.random.default_rng(seed)
     for index in range(worlds):
         adapters = int(rng.integers(1, most_adapters + 1))
         ranks = rng.integers(1, 65, 4).tolist()
-        world = random_world(seed + index, DTYPES[(seed + index) % 3], adapters, ranks)
+        world = random_world(seed + index, DTYPES[(seed + index) % 3], adapters, ranks, page_bytes, device)
         for _ in range(plans):
             check(world, random_plan(rng, adapters, most), family, seed=int(rng.integers(1 << 30)))
 

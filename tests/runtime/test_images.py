@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -47,7 +48,7 @@ def refused(call: object, *args: object) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize(("pages", "page_bytes"), [(1, 4), (3, 256), (2, 8192), (0, 64)])
+@pytest.mark.parametrize(("pages", "page_bytes"), [(1, 8), (3, 256), (2, 8192), (0, 64)])
 def test_round_trip(tmp_path: Path, pages: int, page_bytes: int) -> None:
     store = ImageStore(tmp_path / "images")
     image = make_image(1, pages, page_bytes)
@@ -202,3 +203,45 @@ def test_several_processes_store_the_same_image(tmp_path: Path) -> None:
     image = make_image(7, 64, 4096)
     assert same(ImageStore(tmp_path).verify(image.kernel_digest), image)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("pages", "page_bytes"), [(1, 8), (0, 64), (5, 1 << 20)])
+def test_an_adopted_image_is_the_other_stores(
+    tmp_path: Path, threads: int, pages: int, page_bytes: int
+) -> None:
+    disk, host = ImageStore(tmp_path / "disk"), ImageStore(tmp_path / "host")
+    image = make_image(1, pages, page_bytes)
+    path = disk.put(image)
+    there = host.adopt(disk.open(image.kernel_digest), threads)
+    assert there.read_bytes() == path.read_bytes()
+    assert same(host.verify(image.kernel_digest), image)
+    assert [p.name for p in (tmp_path / "host").iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_image_with_a_damaged_page_is_not_adopted(tmp_path: Path, threads: int) -> None:
+    disk, host = ImageStore(tmp_path / "disk"), ImageStore(tmp_path / "host")
+    image = make_image(1, 5, 1 << 20)
+    path = disk.put(image)
+    data = bytearray(path.read_bytes())
+    data[-(1 << 20) - 1] ^= 4  # the last byte of the fourth page
+    path.write_bytes(data)
+    assert "page 3 " in refused(host.adopt, disk.open(image.kernel_digest), threads)
+    assert list((tmp_path / "host").iterdir()) == []
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_disk_that_fills_up_ends_an_adoption_with_all_its_threads(
+    tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, host = ImageStore(tmp_path / "disk"), ImageStore(tmp_path / "host")
+    image = make_image(1, 8, 1 << 20)
+    disk.put(image)
+
+    def full(fd: int, data: object, at: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    assert "No space left" in refused(host.adopt, disk.open(image.kernel_digest), threads)
+    assert list((tmp_path / "host").iterdir()) == []

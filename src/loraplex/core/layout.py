@@ -147,6 +147,8 @@ class Extent:
 
 EXTENT_COLUMNS: Final = 9
 CHECKSUM_BLOCK: Final = 1 << 14
+CHECKSUM_ITEMSIZE: Final = 8
+"""Bytes of a word of a checksum; a page holds whole ones."""
 MODULE_COLUMNS: Final = 5
 VECTOR_ITEMSIZE: Final = 4
 
@@ -318,14 +320,13 @@ _WEIGHTS: Final = 2 * np.arange(CHECKSUM_BLOCK, dtype=np.int64) + 1
 def page_checksum(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     """Position-dependent checksum of each page, modulo 2^64; the device computes the same over its own bytes.
 
-    pages: uint8 [n, page_bytes], page_bytes divisible by 4. Returns int64 [n]: the sum over int32 words w_i of
-    (2i + 1) * w_i.
+    pages: uint8 [n, page_bytes], page_bytes divisible by 8. Returns int64 [n]: the sum over int64 words w_i of
+    (2i + 1) * w_i. Every weight is odd, so no change of one word is missed.
     """
-    words = pages.view(np.int32)
+    words = pages.view(np.int64)
     sums = np.zeros(len(words), dtype=np.int64)
     for start in range(0, words.shape[1], CHECKSUM_BLOCK):
         block = words[:, start : start + CHECKSUM_BLOCK]
         # 2 (start + j) + 1 is 2 start and a weight that is the same in every block.
-        weighted = (block * _WEIGHTS[: block.shape[1]]).sum(axis=1, dtype=np.int64)
-        sums += weighted + 2 * start * block.sum(axis=1, dtype=np.int64)
+        sums += np.einsum("pw,w->p", block, _WEIGHTS[: block.shape[1]]) + 2 * start * block.sum(axis=1)
     return sums

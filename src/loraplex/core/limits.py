@@ -55,6 +55,10 @@ LOAD_RETRY_NS: Final = 5_000_000
 """Pause after the first failure of a load; doubled by each further one."""
 MAX_COPIES_IN_FLIGHT: Final = 4
 """Copies that a backend is given at a time; the others wait in order of purpose."""
+MAX_COPIES_IN_FLIGHT_CUDA: Final = 16
+"""The same where copies move beside the steps: a copy is known to have ended two or three steps after its start."""
+COPY_STARTS_CUDA: Final = 4
+"""Copies that a step with rows starts there; each reads its image's tables in the step's own time, 0.3 ms of a CPU."""
 MAX_SPECULATIVE_LOADS: Final = 2
 """Loads that nobody waits for yet, at a time."""
 

@@ -21,7 +21,8 @@ class EngineLimits:
     (tests). vocab_size: ids the model knows. host_bytes: host images together, None for no bound. adapter_pages: pages
     that adapters may take, None for all; both change at run time. adapter_floor: pages of adapters that KV pressure
     leaves alone. ranking: name in `memory.eviction.RANKINGS`. copy_bytes_per_s: what bringing a page back is priced at.
-    load_retry_ns: pause after a first failed load.
+    load_retry_ns: pause after a first failed load. copies_in_flight: copies that the backend is given at a time.
+    copy_starts: of them, how many a step with rows starts.
     """
 
     kv: KvShape
@@ -41,12 +42,17 @@ class EngineLimits:
     ranking: str = "restore_cost"
     copy_bytes_per_s: int = 4_000_000_000
     load_retry_ns: int = limits.LOAD_RETRY_NS
+    copies_in_flight: int = limits.MAX_COPIES_IN_FLIGHT
+    copy_starts: int = 1
     scrub: bool = False
 
     def __post_init__(self) -> None:
         if self.depth not in (0, 1):
             raise CallerError(ErrorCode.CONFIG_INVALID, f"pipeline depth must be 0 or 1, got {self.depth}")
-        for name in ("max_requests", "max_model_len", "token_budget", "vocab_size", "max_adapter_slots"):
+        for name in (
+            "max_requests", "max_model_len", "token_budget", "vocab_size", "max_adapter_slots", "copies_in_flight",
+            "copy_starts",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise CallerError(
                     ErrorCode.CONFIG_INVALID, f"{name} must be at least 1, got {getattr(self, name)}"

@@ -268,7 +268,7 @@ def committed_growth(state: EngineState) -> int:
 
 def prefetch_queue(state: EngineState) -> None:
     """Load ahead for requests that wait for a place to run: their adapters, nearest first, as far as it is free."""
-    if not len(state.queue) or len(state.loads) >= limits.MAX_COPIES_IN_FLIGHT:
+    if not len(state.queue) or len(state.loads) >= state.limits.copies_in_flight:
         return
     ahead = sum(job.purpose.speculative for job in state.loads.values())
     now = state.clock.now_ns()

@@ -9,7 +9,6 @@ Specification: 0x04E, 0x05E, 0x05F, 0x07G, 0x09L.
 
 from __future__ import annotations
 
-from loraplex.core import limits
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import CopyIgnored, RestorationFailed
 from loraplex.engine.failures import count_failure
@@ -40,13 +39,13 @@ def begin(
 
 
 def pump(state: EngineState) -> None:
-    """Start copies whose pages may be overwritten, in order of purpose, a few at a time, one where rows run."""
+    """Start copies whose pages may be overwritten, in order of purpose, a few at a time, fewer where rows run."""
     waiting = [job for job in state.loads.values() if not job.started]
     if not waiting:
         return
-    room = limits.MAX_COPIES_IN_FLIGHT - (len(state.loads) - len(waiting))
+    room = state.limits.copies_in_flight - (len(state.loads) - len(waiting))
     if state.by_slot:
-        room = min(room, 1)  # a start reads the image's tables in the step's own time
+        room = min(room, state.limits.copy_starts)  # a start reads the image's tables in the step's own time
     for job in sorted(waiting, key=lambda job: job.purpose):
         fence = job.transaction.adapter_fence
         same_stream = state.limits.copies_on_compute_stream

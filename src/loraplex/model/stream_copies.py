@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from typing import Final
 
@@ -24,6 +25,9 @@ from loraplex.ops.table import AdapterTable
 _log: Final = logging.getLogger(__name__)
 BUFFERS: Final = 4
 """Page-locked pages: one is filled while the others move."""
+IDLE_WAIT_S: Final = 0.002
+"""How long a step without rows waits for the oldest copy: a copy that hangs must not keep a request that comes now."""
+IDLE_PAUSE_S: Final = 0.00002
 
 
 class StreamCopies:
@@ -49,9 +53,14 @@ class StreamCopies:
         self._asked.put((copy, before))
 
     def advance(self, idle: bool) -> None:
-        """The device moves by itself; an idle step waits for the oldest copy."""
-        if idle and self._open:
-            self._wait(self._open[0])
+        """The device moves by itself; an idle step waits a little for the oldest copy."""
+        if not idle or not self._open:
+            return
+        oldest, until = self._open[0], time.monotonic() + IDLE_WAIT_S
+        if not oldest.queued.wait(IDLE_WAIT_S):
+            return
+        while oldest.ready is not None and not oldest.ready.query() and time.monotonic() < until:
+            time.sleep(IDLE_PAUSE_S)
 
     def ended(self) -> list[Copy]:
         """Copies whose event has come since the last call."""

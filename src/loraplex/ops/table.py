@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,14 @@ import torch
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import BASE_SLOT, Module
-from loraplex.core.layout import MAX_SIZE_CLASS, VECTOR_ITEMSIZE, AdapterImage, Factor, block_bytes
+from loraplex.core.layout import (
+    CHECKSUM_ITEMSIZE,
+    MAX_SIZE_CLASS,
+    AdapterImage,
+    Factor,
+    block_bytes,
+    page_checksum,
+)
 from loraplex.core.plan import BatchPlan
 from loraplex.ops.image_check import (
     COL_LO,
@@ -38,6 +46,8 @@ I64 = npt.NDArray[np.int64]
 
 EXTENT_WORDS = 5
 """Columns of `ResidentAdapter.extents`: byte offset in the pool, rank_lo, rank_n, col_lo, col_n."""
+CHECKSUM_CHUNK: Final = 16 << 20
+"""Bytes that are summed at once on a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +130,7 @@ class ResidentAdapter:
 class AdapterTable:
     """Slots 1 to max_slots - 1 over one page pool; slot 0 is the base and stays empty.
 
-    pool: uint8 [pages, page_bytes], contiguous, page_bytes divisible by 4; never reallocated. dtype: of the factors,
+    pool: uint8 [pages, page_bytes], contiguous, page_bytes divisible by 8; never reallocated. dtype: of the factors,
     the model's. modules: which modules exist and their dimensions on this shard. Raises `operator_layout`.
     """
 
@@ -130,7 +140,7 @@ class AdapterTable:
                 ErrorCode.OPERATOR_LAYOUT,
                 f"the pool must be a contiguous uint8 matrix, got {pool.dtype} of shape {tuple(pool.shape)}",
             )
-        if pool.shape[1] % max(VECTOR_ITEMSIZE, dtype.itemsize):
+        if pool.shape[1] % CHECKSUM_ITEMSIZE:
             raise InternalFault(
                 ErrorCode.OPERATOR_LAYOUT, f"a page of {pool.shape[1]} bytes does not hold whole elements"
             )
@@ -276,14 +286,22 @@ class AdapterTable:
         """
         pages = self._check_pages(page_ids)
         offset, width = self.block_span(size_class, block)
+        if self.pool.device.type == "cpu":
+            held = self.pool[:, offset : offset + width].numpy()
+            sums = [page_checksum(held[page : page + 1])[0] for page in pages.tolist()]
+            return torch.tensor(sums, dtype=torch.int64)
         if self._weights is None:
-            words = self.page_bytes // VECTOR_ITEMSIZE
+            words = self.page_bytes // CHECKSUM_ITEMSIZE
             self._weights = torch.arange(words, dtype=torch.int64, device=self.pool.device).mul_(2).add_(1)
-        weights = self._weights[: width // VECTOR_ITEMSIZE]
-        out = torch.empty(pages.size, dtype=torch.int64, device=self.pool.device)
-        for index, page in enumerate(pages.tolist()):
-            out[index] = (self.pool[page, offset : offset + width].view(torch.int32) * weights).sum()
-        return out
+        weights = self._weights[: width // CHECKSUM_ITEMSIZE]
+        # A few pages at a time: fewer launches than page by page, and little memory for what is in between.
+        at = torch.from_numpy(pages).pin_memory().to(self.pool.device, non_blocking=True)
+        words = self.pool[:, offset : offset + width].view(torch.int64)
+        parts = [
+            (words.index_select(0, own) * weights).sum(dim=1)
+            for own in at.split(max(1, CHECKSUM_CHUNK // width))
+        ]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=self.pool.device)
 
     def verify_pages(self, image: AdapterImage, page_ids: Sequence[int] | I32) -> bool:
         """Whether the device's bytes of all pages equal the image's; waits for the device."""

@@ -246,6 +246,8 @@ def engine_limits(config: EngineConfig, base: BaseModel, pool_bytes: int | None 
         depth=config.pipeline_depth,
         scrub=config.scrub,
         adapter_pages=int(config.adapter_share * (pages - 1)),
+        copies_in_flight=limits.MAX_COPIES_IN_FLIGHT if on_cpu else limits.MAX_COPIES_IN_FLIGHT_CUDA,
+        copy_starts=1 if on_cpu else limits.COPY_STARTS_CUDA,
     )
 
 

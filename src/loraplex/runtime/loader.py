@@ -39,14 +39,18 @@ _UNANSWERED: Final = 32
 """Fetches that the child has been sent and has not answered: its pipe never fills."""
 _READ_BYTES: Final = 1 << 16
 STOP_GRACE_S: Final = 2.0
+MOST_THREADS: Final = 4
+"""Threads of a loader that need not yield: a few move bytes as fast as memory lets them."""
 
 
 class LoaderStart(msgspec.Struct, frozen=True):
-    """What a loader is to do. disk, host: folders of the two stores. nice: added to its niceness."""
+    """What a loader is to do. disk, host: folders of the two stores. nice: added to its niceness. threads: that copy
+    and verify one image."""
 
     disk: str
     host: str
     nice: int
+    threads: int
 
 
 class LoaderAsk(msgspec.Struct, frozen=True, array_like=True):
@@ -100,8 +104,10 @@ class LoaderProcess:
     """`core.ports.Loader` over a child process."""
 
     def __init__(self, disk: str | os.PathLike[str], host: str | os.PathLike[str], nice: int = 10) -> None:
-        """disk, host: folders of the two image stores. nice: 0 where the device is not the processor."""
-        self._start = LoaderStart(os.fspath(disk), os.fspath(host), nice)
+        """disk, host: folders of the two image stores. nice: 0 where the device is not the processor; one that yields
+        takes one thread."""
+        threads = 1 if nice else min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._start = LoaderStart(os.fspath(disk), os.fspath(host), nice, threads)
         self._child: subprocess.Popen[bytes] | None = None
         self._waiting: deque[str] = deque()
         self._asked: list[str] = []

@@ -21,10 +21,10 @@ _start: Final = msgspec.msgpack.Decoder(LoaderStart)
 _asks: Final = msgspec.msgpack.Decoder(LoaderAsk)
 
 
-def bring(kernel_digest: str, disk: ImageStore, host: ImageStore) -> LoaderAnswer:
-    """Verify an image of the disk store page by page and put it into the host store."""
+def bring(kernel_digest: str, disk: ImageStore, host: ImageStore, threads: int = 1) -> LoaderAnswer:
+    """Take an image of the disk store into the host store, every page verified as it lies there."""
     try:
-        host.put(disk.verify(kernel_digest))
+        host.adopt(disk.open(kernel_digest), threads)
     except LoraplexError as error:
         return LoaderAnswer(kernel_digest, error.code.value, error.message)
     except Exception as error:  # noqa: BLE001 - the process's boundary: a fetch ends typed, whatever happens
@@ -47,7 +47,7 @@ def main() -> int:
             if ask.drop:
                 host.delete(ask.kernel_digest)
             else:
-                parent.send(bring(ask.kernel_digest, disk, host))
+                parent.send(bring(ask.kernel_digest, disk, host, start.threads))
     except (ChildGone, BrokenPipeError):
         return 0
 

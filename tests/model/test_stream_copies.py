@@ -1,0 +1,71 @@
+"""A device's copies, thread and all, over a device that is faked at its streams: what `tests/gpu` claims of a real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.model import test_pages
+from tests.model.streamed import HeldStream, count_moved, fail_first_copies, fake_streams
+from tests.model.test_copy_faults import TornOnce, check_damaged_copies, check_removal_under_load
+from tests.model.test_pages import check_open_copy, check_warm_steps
+from tests.model.test_runner_adapters import Rig, check_engine, image, loaded, make_root
+from tests.model.tiny import decoder
+
+from loraplex.model.decoder import Decoder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_root(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture
+def model(root: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    fake_streams(monkeypatch)
+    return decoder("llama", root / "base")
+
+
+def test_a_warm_step_copies_no_byte(root: Path, model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = count_moved(monkeypatch)
+    check_warm_steps(root, loaded(root, model, ["all-r4", "rs-r16"]), moved)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_copy_that_stays_open_delays_nobody(
+    root: Path, model: Decoder, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred steps here, a thousand on a device: some are without rows, and those must not wait for it either."""
+    monkeypatch.setattr(test_pages, "STEPS", 100)
+    rig = Rig(root, model, depth=depth, pages=200)
+    rig.runner._residents.close()
+    digest = image(root, model, "rs-r16", rig.runner.pool.shape[1]).kernel_digest
+    copies = HeldStream(rig.runner.table, digest)
+    rig.runner._residents._copies = copies
+    check_open_copy(rig, lambda: len(copies.events), copies.let_go)
+    copies.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_torn_copies_are_made_again(root: Path, model: Decoder, depth: int) -> None:
+    check_damaged_copies(Rig(root, model, depth=depth, pages=200, images=TornOnce()))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("half_way", [False, True])
+def test_copies_that_fail_are_made_again(
+    root: Path, model: Decoder, depth: int, half_way: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = fail_first_copies(monkeypatch, half_way=half_way)
+    check_damaged_copies(Rig(root, model, depth=depth, pages=200))
+    assert failed
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_adapter_leaves_while_it_is_used(root: Path, model: Decoder, depth: int) -> None:
+    check_removal_under_load(Rig(root, model, depth=depth, pages=200))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_adapters_are_evicted_and_restored(root: Path, model: Decoder, depth: int) -> None:
+    check_engine(Rig(root, model, depth=depth, pages=40), True)
