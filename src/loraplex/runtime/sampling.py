@@ -1,7 +1,11 @@
-"""From a caller's sampling parameters to what the engine executes."""
+"""From a caller's sampling parameters to what the engine executes: seeds fixed, end tokens merged.
+
+The server and `LLM` share it: one seed means the same samples in both.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from typing import Final
 
@@ -9,6 +13,11 @@ from loraplex.core.messages import EngineSampling
 from loraplex.core.request import SamplingParams
 
 _SEED_STEP: Final = 0x9E37_79B9_7F4A_7C15
+
+
+def first_seed(params: SamplingParams) -> int:
+    """The caller's seed, or a fresh one; drawn once for the samples of one prompt."""
+    return params.seed if params.seed is not None else secrets.randbits(63)
 
 
 def sample_seed(seed: int, index: int) -> int:

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 
@@ -20,10 +19,10 @@ from loraplex.core.errors import CallerError, ErrorCode, error_for
 from loraplex.core.messages import Ended, Submit, TokenBinding, TokenLogprobs, Tokens
 from loraplex.core.request import FinishReason, SamplingParams
 from loraplex.runtime.client import RequestGroup
+from loraplex.runtime.sampling import engine_sampling, first_seed
 from loraplex.runtime.text import Detokenizer, TextCodec
 from loraplex.server.answers import Usage
 from loraplex.server.provenance import ChoiceSeen, Served
-from loraplex.server.sampling import engine_sampling
 from loraplex.server.service import Service
 from loraplex.server.wire import GenerationFields
 
@@ -187,7 +186,7 @@ class _Choice:
     def end(self, message: Ended, piece: Piece) -> None:
         """Finish `piece` with what was held back. Raises the error with which the engine ended the request."""
         if message.code is not None:
-            raise error_for(ErrorCode(message.code), message.message)
+            raise error_for(ErrorCode(message.code), message.message, param=message.param)
         if self.detokenizer is not None:
             piece.text += self.detokenizer.finish()
         piece.finish_reason = message.finish_reason
@@ -280,16 +279,16 @@ class Generation:
         return Detokenizer(codec, self._job.params.stop_strings, context=prompt)
 
     def _submits(self) -> list[Submit]:
-        job, codec = self._job, self._service.codec
-        ends: Any = (
-            codec.eos_token_ids if codec is not None else self._service.engine_info.get("eos_token_ids", ())
-        )
+        job, ends = self._job, self._service.engine_info.get("eos_token_ids", ())
+        seeds = [first_seed(job.params) for _ in job.prompts]
         packed = [np.array(prompt, dtype="<i4").tobytes() for prompt in job.prompts]
         return [
             Submit(
                 request_id=f"{job.request_id}.{index}",
                 prompt=packed[index // job.params.n],
-                sampling=engine_sampling(job.params, index % job.params.n, frozenset(ends)),
+                sampling=engine_sampling(
+                    job.params, seeds[index // job.params.n], index % job.params.n, ends
+                ),
                 adapter=self._model.key,
                 tenant=job.tenant,
                 priority=job.priority,
