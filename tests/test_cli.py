@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -73,6 +74,13 @@ def test_serve_understands_the_documented_options(
         ("serve M --adapter sql", "config_invalid", "NAME=SOURCE"),
         ("serve M --host 0.0.0.0", "config_invalid", "--api-key-file"),
         ("adapters list --url ftp://x", "config_invalid", "http://HOST"),
+        ("adapters list --url http://127.0.0.1:abc", "config_invalid", "http://HOST"),
+        ("adapters list --url http://127.0.0.1:99999", "config_invalid", "http://HOST"),
+        ("adapters list --url http://[::1", "config_invalid", "http://HOST"),
+        ("adapters list --url http://x?y=1", "config_invalid", "http://HOST"),
+        ("adapters list --api-key s\u00e9cret", "config_invalid", "--api-key"),
+        ("verify A --base B --page-tokens 0", "config_invalid", "--page-tokens"),
+        ("verify A --base B --page-tokens -5", "config_invalid", "--page-tokens"),
     ],
 )
 def test_refusals_have_a_code_and_a_status(
@@ -92,6 +100,36 @@ def test_what_is_not_an_option_is_refused(
     assert served == []
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("--adapter x=/nonexistent", "adapter_source_missing"),
+        ("--adapter @=/nonexistent", "invalid_request"),
+        ("--adapter-dir /nonexistent", "config_invalid"),
+    ],
+)
+def test_sources_are_looked_at_before_a_model_is(
+    loraplex: Callable[..., Result], words: str, code: str
+) -> None:
+    result = loraplex("serve", "/no/model", *words.split())
+    assert result.status == 2
+    assert f"[{code}]" in result.err
+
+
+@pytest.mark.parametrize("command", ["check", "history x", "grants", "withdraw t a"])
+def test_a_catalog_that_is_not_there_is_not_taken_for_a_sound_one(
+    loraplex: Callable[..., Result], tmp_path: Path, command: str
+) -> None:
+    url = f"sqlite:///{tmp_path}/none.db"
+    for where in (url, "sqlite://"):
+        result = loraplex("catalog", *command.split(), "--catalog", where)
+        assert result.status == 2
+        assert "there is no catalog" in result.err
+    assert list(tmp_path.iterdir()) == []
+    assert loraplex("catalog", "grant", "t", "a", "use", "--catalog", url).status == 0
+    assert loraplex("catalog", *command.split(), "--catalog", url).status == 0
+
+
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; from loraplex import cli\n"
@@ -108,7 +146,6 @@ def test_help_loads_nothing_heavy() -> None:
 
 def _env() -> dict[str, str]:
     import os
-    from pathlib import Path
 
     return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1] / "src")}
 
@@ -188,6 +225,16 @@ def test_adapters_of_a_running_server(loraplex: Callable[..., Result]) -> None:
         ("PUT", "/v1/adapters/sql", {"source": "/y", "expected_revision": 2, "drain": True}),
         ("DELETE", "/v1/adapters/sql", None),
     ]
+
+
+@pytest.mark.usefixtures("server")
+def test_a_long_alias_is_whole_in_a_pipe(
+    loraplex: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alias = "team/" + "customer-" * 12 + "1"
+    monkeypatch.setitem(ADAPTER, "alias", alias)
+    [line] = [text for text in loraplex("adapters", "list").out.splitlines() if "team" in text]
+    assert line.split() == [alias, "3", "lora", "8/16", "idle", "0", "1,024", "KiB", "ab" * 6]
 
 
 @pytest.mark.usefixtures("server")

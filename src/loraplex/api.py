@@ -18,7 +18,6 @@ from msgspec.structs import replace as with_fields
 
 from loraplex.catalog.adapters import AdapterCatalog, Revision
 from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
-from loraplex.config import EngineConfig
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, error_for
 from loraplex.core.messages import (
     Abort,
@@ -34,6 +33,18 @@ from loraplex.core.messages import (
     Tokens,
 )
 from loraplex.core.request import FinishReason, SamplingParams
+from loraplex.runtime.arguments import (
+    Prompt,
+    check_tokens,
+    engine_config,
+    read_adapters,
+    read_count,
+    read_names,
+    read_number,
+    read_prompts,
+    read_registration,
+    read_sampling,
+)
 from loraplex.runtime.build import build_engine
 from loraplex.runtime.clock import MonotonicClock
 from loraplex.runtime.controls import ResidencyControls
@@ -44,7 +55,6 @@ from loraplex.runtime.sampling import engine_sampling, prompt_seed
 from loraplex.runtime.text import Detokenizer, TextCodec, load_tokenizer
 from loraplex.runtime.workdir import private_folder, temporary_root
 
-Prompt = str | Sequence[int]
 NAMESPACE = "default"
 
 
@@ -105,13 +115,6 @@ class _Open:
     error: LoraplexError | None = None
 
 
-def _config(**fields: Any) -> EngineConfig:
-    try:
-        return EngineConfig(**fields)
-    except TypeError as error:
-        raise CallerError(ErrorCode.CONFIG_INVALID, f"unknown option: {error}") from error
-
-
 class LLM:
     """A base model with adapters, in this process.
 
@@ -139,9 +142,8 @@ class LLM:
         self._closing.callback(self._forget_images)
         self._mailbox = LocalMailbox()
         try:
-            config = _config(
-                model=str(model), images_dir=str(images), device=device, dtype=dtype, pool_gb=pool_gb, **options
-            )  # fmt: skip
+            own = {"model": str(model), "images_dir": str(images)}
+            config = engine_config(own, {"device": device, "dtype": dtype, "pool_gb": pool_gb, **options})
             self._built = build_engine(config, self._mailbox, MonotonicClock(), NullSink())
             self._closing.callback(self._built.close)
             self._store = ImageStore(images)
@@ -154,7 +156,7 @@ class LLM:
             self._replies: dict[int, Reply] = {}
             self._calls = self._requests = 0
             self._codec: TextCodec | None = load_tokenizer(Path(model))
-            for alias, source in (adapters or {}).items():
+            for alias, source in read_adapters(adapters).items():
                 self.add_adapter(alias, source)
         except BaseException:
             self.close()
@@ -169,18 +171,26 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Let go of the model and of temporary files; further calls are errors."""
+        """Let go of the model and of temporary files; further calls raise `invalid_request`."""
         self._closing.close()
+        vars(self).pop("_built", None)  # whoever keeps the closed `LLM` does not keep the weights
+
+    def _require_open(self) -> None:
+        if "_built" not in vars(self):
+            raise CallerError(ErrorCode.INVALID_REQUEST, "this LLM is closed; make another one")
 
     @property
     def vocab_size(self) -> int:
         """Token ids that the model knows."""
+        self._require_open()
         return self._built.limits.vocab_size
 
     # Adapters
 
     def add_adapter(self, alias: str, source: str | Path) -> dict[str, Any]:
         """Register the adapter in `source`, a PEFT folder or a remote source, as `alias`; what was applied, or a typed error."""
+        self._require_open()
+        alias, source = read_registration(alias, source)
         self._catalog.check_new(alias)
         prepared = self._prepare(source)
         return self._describe(self._catalog.add(alias, str(source), prepared))
@@ -192,6 +202,9 @@ class LLM:
 
         `pool_exhausted` where the pool has no room for both revisions; drain: ask for none beside the old one.
         """
+        self._require_open()
+        alias, source = read_registration(alias, source)
+        expected = read_count("expected", expected)
         self._catalog.check_swap(alias, expected)  # first: a refusal leaves nothing with the engine
         prepared = self._prepare(source)
         return self._describe(run_now(self._swap(alias, str(source), prepared, expected, drain=drain)))
@@ -212,31 +225,32 @@ class LLM:
 
     def remove_adapter(self, alias: str) -> None:
         """Take `alias` away; its memory is free afterwards."""
+        self._current(alias)
         revision = self._catalog.remove(alias)
         run_now(self._controls.unpin((NAMESPACE, alias)))
         self._forget(revision)
 
     def pin_adapter(self, alias: str) -> dict[str, Any]:
         """Keep what `alias` stands for on the device, through swaps; `pool_exhausted` where pins leave too little."""
-        revision = self._catalog.current(alias)
+        revision = self._current(alias)
         run_now(self._controls.pin((NAMESPACE, alias), revision.key))
         return self._describe(revision)
 
     def unpin_adapter(self, alias: str) -> dict[str, Any]:
         """Let `alias` be evicted again."""
-        revision = self._catalog.current(alias)
+        revision = self._current(alias)
         run_now(self._controls.unpin((NAMESPACE, alias)))
         return self._describe(revision)
 
     def prefetch_adapter(self, alias: str) -> dict[str, Any]:
         """Load `alias` now; `pool_exhausted` where that would take what requests will want."""
-        revision = self._catalog.current(alias)
+        revision = self._current(alias)
         run_now(self._controls.prefetch(revision.key))
         return self._describe(revision)
 
     def revoke_adapter(self, alias: str) -> None:
         """Take away every name of what `alias` stands for; it is never registered again here."""
-        key = self._catalog.current(alias).key
+        key = self._current(alias).key
         self._catalog.revoke(key)
         self._store.delete(self._kernels.pop(key))
         run_now(self._controls.revoke(key))
@@ -249,22 +263,31 @@ class LLM:
         host_gb: float | None = None,
     ) -> dict[str, Any]:
         """Change what adapters may take; None leaves a limit as it is. All limits, and what is above them still."""
+        self._require_open()
         pages = self._built.limits.num_pages - 1
+        share = read_number("pool_share", pool_share, 0, 1)
+        host = read_number("host_gb", host_gb, 0, 1 << 20)
         return run_now(
             self._controls.set_limits(
-                None if pool_share is None else int(pool_share * pages),
-                resident_adapters,
-                None if host_gb is None else int(host_gb * (1 << 30)),
+                None if share is None else int(share * pages),
+                read_count("resident_adapters", resident_adapters),
+                None if host is None else int(host * (1 << 30)),
             )
         )
 
     def adapters(self) -> list[dict[str, Any]]:
         """What is registered, with digests and residency."""
-        return [self._describe(revision) for revision in self._catalog]
+        figures = self.inspect()
+        return [revision.describe(figures) for revision in self._catalog]
 
     def inspect(self) -> dict[str, Any]:
         """The engine's figures: pages, requests, residency."""
+        self._require_open()
         return self._call(Inspect(0))
+
+    def _current(self, alias: str) -> Revision:
+        self._require_open()
+        return self._catalog.current(read_registration(alias)[0])
 
     def _prepare(self, source: str | Path) -> PreparedAdapter:
         """Read an adapter and have the engine know it."""
@@ -307,9 +330,9 @@ class LLM:
         """Answer every prompt, in order. Prompts are strings or lists of token ids; one adapter and one
         `SamplingParams` may stand for all. A refused request raises, and the others are withdrawn.
         """
-        many = _as_prompts(prompts)
-        names = _each("adapters", adapters, len(many))
-        params = _each("sampling", sampling if sampling is not None else SamplingParams(), len(many))
+        self._require_open()
+        many = read_prompts(prompts)
+        names, params = read_names(adapters, len(many)), read_sampling(sampling, len(many))
         jobs = [
             self._job(prompt, name, param) for prompt, name, param in zip(many, names, params, strict=True)
         ]
@@ -334,14 +357,8 @@ class LLM:
                     ErrorCode.TOKENIZER_MISSING, "the model folder has no tokenizer; give token ids"
                 )
             return self._codec.encode(prompt), revision, params
-        tokens = [int(token) for token in prompt]
-        for token in tokens:
-            if not 0 <= token < self.vocab_size:
-                raise CallerError(
-                    ErrorCode.TOKEN_OUT_OF_RANGE,
-                    f"token id {token} lies outside the vocabulary of {self.vocab_size}",
-                    param="prompt",
-                )
+        tokens = list(prompt)
+        check_tokens(tokens, self.vocab_size)
         return tokens, revision, params
 
     def _submit(self, tokens: list[int], revision: Revision | None, params: SamplingParams) -> RequestOutput:
@@ -417,7 +434,7 @@ class LLM:
             return
         job.ended = True
         if message.code is not None:
-            job.error = error_for(ErrorCode(message.code), message.message)
+            job.error = error_for(ErrorCode(message.code), message.message, param=message.param)
             return
         job.sample.finish_reason = message.finish_reason
         if job.detokenizer is not None:
@@ -426,19 +443,3 @@ class LLM:
 
 def _as_dict(entry: TokenLogprobs) -> dict[int, float]:
     return dict(zip(reversed(entry.ids), reversed(entry.values), strict=True))
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, np.integer))):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _each(what: str, value: Any, count: int) -> list[Any]:
-    if value is None or isinstance(value, (str, SamplingParams)):
-        return [value] * count
-    if len(value) != count:
-        raise CallerError(
-            ErrorCode.INVALID_REQUEST, f"{len(value)} {what} were given for {count} prompts", param=what
-        )
-    return list(value)

@@ -151,9 +151,11 @@ def run_server(config: ServeConfig) -> int:
     from loraplex.runtime.workdir import private_folder
     from loraplex.server.announce import Announcer
     from loraplex.server.app import create_app
+    from loraplex.server.register import check_sources
     from loraplex.server.run import serve as serve_until_told
 
     configure_logging(config.log_level, as_json=config.log_json)
+    check_sources(config)
     folder, base_name = resolve_model(config)
     with private_folder(cache_root() / "run") as images:
         return asyncio.run(serve_until_told(config, folder, base_name, images, create_app, Announcer(config)))
@@ -162,6 +164,7 @@ def run_server(config: ServeConfig) -> int:
 Url = Annotated[str, Parameter(name="--url", env_var="LORAPLEX_URL", help="Where the server is.")]
 Key = Annotated[str | None, Parameter(name="--api-key", env_var="LORAPLEX_API_KEY", help="Key to present.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
+_PIPE_COLUMNS = 1000
 
 
 @adapters_app.command(name="list")
@@ -174,15 +177,17 @@ def list_adapters(*, url: Url = DEFAULT_URL, api_key: Key = None, as_json: AsJso
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        "alias", "revision", "method", "ranks", "state", "leases", "device", "semantic digest", box=None
-    )
+    table = Table(box=None)
+    for head in ("alias", "revision", "method", "ranks", "state", "leases", "device", "semantic digest"):
+        table.add_column(head, overflow="fold")
     for item in adapters:
         ranks = "/".join(map(str, item["ranks"])) or "-"
         size = f"{item['tier_bytes']['device'] / 1024:,.0f} KiB"
         row = (item["alias"], item["revision"], item["method"], ranks, item["state"], item["leases"], size)
         table.add_row(*map(str, row), item["semantic_digest"][:12])
-    Console(highlight=False).print(table if adapters else "no adapters")
+    # Whoever reads it through a pipe has no width.
+    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
+    Console(highlight=False, width=width).print(table if adapters else "no adapters")
 
 
 @adapters_app.command
@@ -334,6 +339,12 @@ def _verified(adapter: str, base: Path, dtype: str, page_tokens: int, *, quiet: 
         end = "\n" if done == total else ""
         print(f"\r{done >> 20} of {total >> 20} MiB read and hashed", end=end, file=sys.stderr, flush=True)
 
+    if page_tokens < 1:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"--page-tokens must be at least 1, got {page_tokens}",
+            param="page_tokens",
+        )
     element = Dtype(dtype)
     spec = spec_from_config(read_config(base))
     modules = base_modules(spec)

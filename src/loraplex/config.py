@@ -19,7 +19,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One engine: model, device and sizes. None: derived from the model and the machine.
 
     model: folder with config.json. images_dir: where verified adapter images lie. pool_gb: size of the page pool in
-    GiB. page_tokens: positions in a KV page. pipeline_depth: 0 or 1. backend: the model runs in the engine's process,
+    GiB. page_tokens: positions in a KV page. pipeline_depth: 0 or 1. token_budget: rows of a step, at least max_requests. backend: the model runs in the engine's process,
     or in one of its own that gets only packed plans. loader: host images are verified by the engine's thread, where the
     disk store has them, or brought into shared memory by a process. host_gb: host images together, in GiB. host_dir:
     where backends find host images; None where they lie in images_dir. adapter_share: part of the pool that adapters may
@@ -72,6 +72,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise CallerError(
                     ErrorCode.CONFIG_INVALID, f"{name} must be at least 1, got {value}", param=name
                 )
+        if self.token_budget is not None and self.token_budget < self.max_requests:
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID,
+                f"token_budget {self.token_budget} is below max_requests {self.max_requests}, and each running request "
+                "may take a row of every step; raise it or lower max_requests",
+                param="token_budget",
+            )
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -176,6 +176,24 @@ def test_carried_base_weights_are_proven_equal(tmp_path: Path) -> None:
     assert identify(bare, BASE) == identify(artifact, BASE)
 
 
+def test_weights_of_layers_without_an_adapter_are_proven_equal_too(tmp_path: Path) -> None:
+    model = save_adapter(tmp_path, LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    artifact = load_adapter(tmp_path, tiny_base(), TinyTensors())
+    assert artifact.carried == (
+        "base_model.model.lm_head.weight",
+        "base_model.model.model.embed_tokens.weight",
+    )
+    assert (
+        artifact.report
+        == f"{2 * LAYERS + 2} of {2 * LAYERS + 2} tensors applied, 2 of them equal to the base, {LAYERS} modules"
+    )
+    edit_tensors(tmp_path, lambda t: {n: v + 1e-3 if "lm_head" in n else v for n, v in t.items()})
+    with pytest.raises(CallerError, match=r"lm_head.*merge") as caught:
+        load_adapter(tmp_path, tiny_base(), TinyTensors())
+    assert caught.value.code is ErrorCode.ADAPTER_UNSUPPORTED
+
+
 def test_carried_base_weights_in_a_narrower_type_are_the_bases_rounded(tmp_path: Path) -> None:
     folder = head_and_embedding(tmp_path)
     edit_tensors(folder, lambda t: {n: v.bfloat16() if "base_layer" in n else v for n, v in t.items()})

@@ -257,8 +257,13 @@ def test_refusals_are_typed_and_leave_nothing_behind(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": -1.0}, {"top_p": 0.0}, {"n": 0}, {"max_tokens": 0}, {"logprobs": -1}]
-)
+    "options",
+    [
+        {"temperature": -1.0}, {"top_p": 0.0}, {"n": 0}, {"max_tokens": 0}, {"logprobs": -1}, {"temperature": 10**400},
+        {"stop": 5}, {"stop": None}, {"stop": [5]}, {"logit_bias": [1]}, {"logit_bias": None}, {"stop_token_ids": 5},
+        {"stop_token_ids": None}, {"stop_token_ids": "x"},
+    ],
+)  # fmt: skip
 def test_bad_sampling_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(CallerError) as caught:
         SamplingParams(**options)

@@ -170,7 +170,12 @@ class FakeSupervisor:
     def __init__(self) -> None:
         self.ready = True
         self.restarts = 0
-        self.info = {"max_model_len": MAX_LEN, "vocab_size": 300, "base_abi": BASE_ABI, "eos_token_ids": [1]}
+        self.info = {
+            "max_model_len": MAX_LEN,
+            "vocab_size": 300,
+            "base_abi": BASE_ABI,
+            "eos_token_ids": [1, 2],
+        }
 
     def require_ready(self) -> None:
         if not self.ready:

@@ -1,7 +1,7 @@
 """Base weights that PEFT saves beside an adapter of the embedding or the output layer.
 
-PEFT writes `base_layer.weight` when it cannot know whether they were changed. They have no effect exactly when they
-equal the base's own; that is proven against the base, or the adapter is refused.
+PEFT writes the weights of both when either is a target or `save_embedding_layers` asks for it: as `base_layer.weight`
+where there is an adapter, as plain `weight` where there is none. They have no effect exactly when they equal the base's own; that is proven against the base, or the adapter is refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def check_carried(
             )
         if not _equal(tensor, base.weight(module.layer, module.module)):
             raise unsupported(
-                tensor.name, f"tensor {tensor.name} replaces base weights with others, which is not served"
+                tensor.name,
+                f"tensor {tensor.name} replaces base weights with others, which is not served; "
+                "merge them into a base of their own",
             )
     return tuple(sorted(tensor.name for _, tensor in carried))
 

@@ -36,7 +36,7 @@ class TensorName:
 
 _ADAPTER: Final = r"(?:\.(?P<adapter>[^.]+))?"
 _FORMS: Final = tuple(
-    (kind, re.compile(rf"(?P<module>.+)\.{form}"))
+    (kind, re.compile(form if form.startswith("(?P<module>") else rf"(?P<module>.+)\.{form}"))
     for kind, form in (
         (Kind.LORA_A, rf"lora_A{_ADAPTER}\.weight"),
         (Kind.LORA_B, rf"lora_B{_ADAPTER}\.weight"),
@@ -47,6 +47,7 @@ _FORMS: Final = tuple(
         (Kind.MAGNITUDE, rf"lora_magnitude_vector{_ADAPTER}"),
         (Kind.IA3, rf"ia3_l{_ADAPTER}"),
         (Kind.BASE_WEIGHT, r"base_layer\.weight"),
+        (Kind.BASE_WEIGHT, r"(?P<module>(?:.+\.)?(?:embed_tokens|lm_head))\.weight"),
         (Kind.BIAS, r"base_layer\.bias"),
         (Kind.BIAS, r"bias"),
     )

@@ -24,10 +24,11 @@ Namespace = Annotated[str, Parameter(help="Namespace: the tenant that the alias 
 
 
 @contextmanager
-def _catalog(url: str) -> Iterator[CatalogStore]:
+def _catalog(url: str, *, create: bool = False) -> Iterator[CatalogStore]:
+    """create: a catalog that is not there is made; else a slip in the URL would be read as an empty, sound one."""
     from loraplex.catalog.store import CatalogStore
 
-    store = CatalogStore.open(url)
+    store = CatalogStore.open(url, create=create)
     try:
         yield store
     finally:
@@ -71,7 +72,7 @@ def grant(
                 param="rights",
             )
     record = Grant(namespace, alias, tenant, tuple(sorted({Right(right) for right in rights})))
-    with _catalog(catalog) as store:
+    with _catalog(catalog, create=True) as store:
         print(f"generation {store.grant(record)}")
 
 

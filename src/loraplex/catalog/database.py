@@ -41,11 +41,16 @@ _ADVISORY_LOCK: Final = 0x6C6F7261
 class Database:
     """One open catalog database. Methods may be called from several threads; writers take turns."""
 
-    def __init__(self, url: str = IN_MEMORY) -> None:
-        """Opens and creates what is missing. Raises `config_invalid` for a URL that cannot be a catalog."""
+    def __init__(self, url: str = IN_MEMORY, *, create: bool = True) -> None:
+        """Opens and creates what is missing. Raises `config_invalid` for a URL that cannot be a catalog.
+
+        create: make an SQLite file that is not there; without it that is `config_invalid` too.
+        """
         parsed = _parse(url)
         self.in_memory = parsed.get_backend_name() == "sqlite" and parsed.database in (None, "", ":memory:")
         self.where = parsed.render_as_string(hide_password=True)
+        if not create and parsed.get_backend_name() == "sqlite":
+            _require_file(parsed, self.in_memory, self.where)
         self._turn = threading.RLock()
         self._engine = _engine(parsed, self.in_memory)
         try:
@@ -115,6 +120,15 @@ def _parse(url: str) -> URL:
     if parsed.drivername != "sqlite":
         raise _bad_url(url)
     return parsed
+
+
+def _require_file(url: URL, in_memory: bool, where: str) -> None:
+    if in_memory or not Path(str(url.database)).is_file():
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"there is no catalog at {where}; check --catalog, a server makes it when it first starts",
+            param="catalog",
+        )
 
 
 def _bad_url(url: str) -> CallerError:

@@ -201,11 +201,13 @@ def decode(kind: type[Record], text: bytes | str, sealed: str) -> Record:
 
 def check_alias(alias: str) -> str:
     """The alias, or `invalid_request` with what an alias looks like."""
-    if len(alias) > limits.MAX_ALIAS_CHARS or not _ALIAS.fullmatch(alias):
+    # A path that ends in a slash, or has two in a row, is somebody's slip and not another name.
+    slip = alias.endswith("/") or "//" in alias
+    if len(alias) > limits.MAX_ALIAS_CHARS or not _ALIAS.fullmatch(alias) or slip:
         raise CallerError(
             ErrorCode.INVALID_REQUEST,
             f"alias {alias[:40]!r} must be 1 to {limits.MAX_ALIAS_CHARS} letters, digits or . _ : / -, "
-            "beginning with a letter or digit",
+            "beginning with a letter or digit, without an empty part between slashes",
             param="alias",
         )
     return alias

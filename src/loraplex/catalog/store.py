@@ -73,9 +73,9 @@ class CatalogStore:
                 _insert_grant(connection, DEFAULT_GRANT, 0)
 
     @staticmethod
-    def open(url: str = IN_MEMORY) -> CatalogStore:
-        """Open the catalog at a URL; raises `config_invalid`."""
-        return CatalogStore(Database(url))
+    def open(url: str = IN_MEMORY, *, create: bool = True) -> CatalogStore:
+        """Open the catalog at a URL, or make it there; raises `config_invalid`, also for none without `create`."""
+        return CatalogStore(Database(url, create=create))
 
     def close(self) -> None:
         """Let go of the database."""

@@ -182,13 +182,17 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A request ended: with a finish reason, or with an error code and message. Sent exactly once a request."""
+    """A request ended: with a finish reason, or with an error code and message. Sent exactly once a request.
+
+    param: the caller's field at fault, where there is one.
+    """
 
     request_id: str
     finish_reason: str | None = None
     stop_token: int | None = None
     code: str | None = None
     message: str = ""
+    param: str | None = None
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):

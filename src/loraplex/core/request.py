@@ -5,13 +5,16 @@ Specification: DESIGN 4 "Sampling", DESIGN 5 (public contract of `SamplingParams
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
+
+_LARGEST: Final = sys.float_info.max
 
 
 class FinishReason(StrEnum):
@@ -29,7 +32,7 @@ def _refuse(param: str, value: object, expectation: str) -> CallerError:
 
 
 def _number(param: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
         raise _refuse(param, value, "a finite number")
     return float(value)
 
@@ -105,6 +108,12 @@ class SamplingParams:
             raise _refuse("ignore_eos", self.ignore_eos, "true or false")
 
     def _check_collections(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise _refuse("logit_bias", self.logit_bias, "a mapping of token ids to numbers")
+        if not isinstance(self.stop, Collection):
+            raise _refuse("stop", self.stop, "a string or a list of strings")
+        if not isinstance(self.stop_token_ids, Collection):
+            raise _refuse("stop_token_ids", self.stop_token_ids, "a list of token ids")
         if len(self.logit_bias) > limits.MAX_LOGIT_BIAS:
             raise _refuse("logit_bias", len(self.logit_bias), f"at most {limits.MAX_LOGIT_BIAS} entries")
         for token, bias in self.logit_bias.items():

@@ -43,7 +43,9 @@ def handle(state: EngineState, message: ToEngine) -> None:
             try:
                 submit(state, message)
             except LoraplexError as error:
-                state.outbox.append(Ended(message.request_id, code=error.code.value, message=error.message))
+                state.outbox.append(
+                    Ended(message.request_id, code=error.code.value, message=error.message, param=error.param)
+                )
         case Abort():
             record = state.records.get(message.request_id)
             if record is not None:
@@ -150,12 +152,15 @@ def _feasible(state: EngineState, message: Submit, prompt: I32) -> AdapterEntry 
             f"the context holds {limits.max_model_len}",
             param="max_tokens",
         )
-    for token in (*message.sampling.stop_token_ids, *(t for t, _ in message.sampling.logit_bias)):
-        if not 0 <= token < limits.vocab_size:
-            raise CallerError(
-                ErrorCode.TOKEN_OUT_OF_RANGE,
-                f"token id {token} lies outside the vocabulary of {limits.vocab_size}",
-            )
+    biased = (token for token, _ in message.sampling.logit_bias)
+    for name, tokens in (("stop_token_ids", message.sampling.stop_token_ids), ("logit_bias", biased)):
+        for token in tokens:
+            if not 0 <= token < limits.vocab_size:
+                raise CallerError(
+                    ErrorCode.TOKEN_OUT_OF_RANGE,
+                    f"{name} holds token id {token}, which lies outside the vocabulary of {limits.vocab_size}",
+                    param=name,
+                )
     entry = None
     if message.adapter is not None:
         entry = state.adapters.get(message.adapter)

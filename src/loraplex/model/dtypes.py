@@ -35,6 +35,13 @@ def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
             f"dtype must be auto, {', '.join(TORCH_DTYPES)}; got {name!r}",
             param="dtype",
         )
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"device is cuda, and torch {torch.__version__} sees no CUDA device here; use cpu, or a machine with a driver "
+            "and torch built for it",
+            param="device",
+        )
     if name != "auto":
         return TORCH_DTYPES[name], f"{name}, as asked"
     if device.type == "cuda":

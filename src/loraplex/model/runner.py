@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
-from loraplex.core.errors import ErrorCode, InternalFault, LoraplexError
+from loraplex.core.errors import CallerError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.layout import KvShape
 from loraplex.core.plan import BatchPlan, StepResult
 from loraplex.core.plan_check import PlanBounds, check_plan
@@ -46,11 +46,22 @@ MakeExecutor = Callable[[Decoder, AdapterTable, Sampler], Executor]
 def allocate_pool(
     num_pages: int, page_bytes: int, device: torch.device, *, poison: bool = False
 ) -> torch.Tensor:
-    """The page pool, uint8 [num_pages, page_bytes]; with `poison`, every byte is 0xFF (tests)."""
-    if device.type == "cpu":  # in large pages, where the system gives them
-        pool = Arena(num_pages * page_bytes).take(num_pages * page_bytes).view(num_pages, page_bytes)
-    else:
-        pool = torch.empty((num_pages, page_bytes), dtype=torch.uint8, device=device)
+    """The page pool, uint8 [num_pages, page_bytes]; with `poison`, every byte is 0xFF (tests).
+
+    Raises `config_invalid` where the machine does not have the memory.
+    """
+    nbytes = num_pages * page_bytes
+    try:
+        if device.type == "cpu":  # in large pages, where the system gives them
+            pool = Arena(nbytes).take(nbytes).view(num_pages, page_bytes)
+        else:
+            pool = torch.empty((num_pages, page_bytes), dtype=torch.uint8, device=device)
+    except (OSError, OverflowError, RuntimeError) as error:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"a pool of {nbytes / (1 << 30):.3g} GiB cannot be allocated on {device.type}: {error}; lower pool_gb",
+            param="pool_gb",
+        ) from error
     return pool.fill_(0xFF) if poison else pool
 
 

@@ -296,9 +296,9 @@ class AdapterTable:
         weights = self._weights[: width // CHECKSUM_ITEMSIZE]
         # A few pages at a time: fewer launches than page by page, and little memory for what is in between.
         at = torch.from_numpy(pages).pin_memory().to(self.pool.device, non_blocking=True)
-        words = self.pool[:, offset : offset + width].view(torch.int64)
+        lines = self.pool[:, offset : offset + width].view(torch.int64)
         parts = [
-            (words.index_select(0, own) * weights).sum(dim=1)
+            (lines.index_select(0, own) * weights).sum(dim=1)
             for own in at.split(max(1, CHECKSUM_CHUNK // width))
         ]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=self.pool.device)

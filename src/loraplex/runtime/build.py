@@ -84,7 +84,7 @@ def build_engine(
         backend, sizes, close = make_backend(config, base, images)
         held.callback(close)
         sizes = replace(sizes, host_bytes=host_bytes)
-        ends = eos_ids(Path(config.model))
+        ends = eos_ids(Path(config.model), base.spec.vocab_size)
         grammars = load_grammars(Path(config.model), base.spec.vocab_size, ends)
         engine = Engine(sizes, backend, mailbox, clock, events, grammars=grammars, loader=loader)
         let_go = held.pop_all().close
@@ -151,7 +151,15 @@ def make_backend(
         backend, sizes, close = make_runner(config, base, images)
     if config.plan_log is None:
         return backend, sizes, close
-    log = PlanLog(Path(config.plan_log), backend)
+    try:
+        log = PlanLog(Path(config.plan_log), backend)
+    except OSError as error:
+        close()
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"plan_log {config.plan_log} cannot be written: {error.strerror}",
+            param="plan_log",
+        ) from error
 
     def close_both() -> None:
         log.close()
@@ -257,8 +265,11 @@ def sampled_vocab(folder: Path, base: BaseModel) -> int:
     return base.spec.vocab_size if codec is None else min(codec.vocab_size, base.spec.vocab_size)
 
 
-def eos_ids(folder: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json, else of config.json; empty when neither names one."""
+def eos_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """End-of-sequence ids of generation_config.json, else of config.json, else the tokenizer's own end token.
+
+    Ids that the model does not have end nothing, and are left out: small copies of models keep the ids of the large ones.
+    """
     path = folder / "generation_config.json"
     value = None
     if path.exists():
@@ -275,4 +286,6 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
         raise CallerError(
             ErrorCode.CONFIG_INVALID, f"eos_token_id must be an integer or a list, got {value!r}"
         )
-    return tuple(ids)
+    codec = None if ids else load_tokenizer(folder)
+    named = ids if codec is None else sorted(codec.eos_token_ids)
+    return tuple(index for index in named if 0 <= index < vocab_size)

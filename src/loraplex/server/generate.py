@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 
@@ -188,7 +187,7 @@ class _Choice:
     def end(self, message: Ended, piece: Piece) -> None:
         """Finish `piece` with what was held back. Raises the error with which the engine ended the request."""
         if message.code is not None:
-            raise error_for(ErrorCode(message.code), message.message)
+            raise error_for(ErrorCode(message.code), message.message, param=message.param)
         if self.detokenizer is not None:
             piece.text += self.detokenizer.finish()
         piece.finish_reason = message.finish_reason
@@ -281,10 +280,7 @@ class Generation:
         return Detokenizer(codec, self._job.params.stop_strings, context=prompt)
 
     def _submits(self) -> list[Submit]:
-        job, codec = self._job, self._service.codec
-        ends: Any = (
-            codec.eos_token_ids if codec is not None else self._service.engine_info.get("eos_token_ids", ())
-        )
+        job, ends = self._job, self._service.engine_info.get("eos_token_ids", ())
         packed = [(np.array(ids, dtype="<i4").tobytes(), prompt_seed(job.params)) for ids in job.prompts]
         return [
             Submit(

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from loraplex.artifact.checkpoint import CheckpointTensors
+from loraplex.artifact.source import read_config as read_adapter_config
 from loraplex.artifact.tensors import Dtype
 from loraplex.catalog.artifacts import ArtifactStore
-from loraplex.catalog.records import DEFAULT_NAMESPACE, Revision
+from loraplex.catalog.records import DEFAULT_NAMESPACE, Revision, check_alias
 from loraplex.catalog.sources import is_remote
 from loraplex.config import EngineConfig, ServeConfig
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode
@@ -111,6 +112,18 @@ def adapter_sources(config: ServeConfig) -> list[tuple[str, str, bool]]:
                 taken.add(path.name)
                 sources.append((path.name, str(path.resolve()), False))
     return sources
+
+
+def check_sources(config: ServeConfig) -> None:
+    """Refuse what the command line names wrongly, before a model is loaded: aliases, folders, configurations.
+
+    Where a catalog names a database, it may serve an alias of which the source is gone.
+    """
+    for alias, source, required in adapter_sources(config):
+        if required:
+            check_alias(alias)
+            if not is_remote(source) and config.catalog is None:
+                read_adapter_config(Path(source))
 
 
 async def register_adapters(service: Service, announcer: Announcer) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 from typing import Any, Final
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from loraplex.core.errors import CapacityError, ErrorCode, error_for
 
@@ -21,8 +21,8 @@ class RemoteServer:
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         """Raises `config_invalid` when `url` is not http://HOST[:PORT]."""
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
+        parts = _split(url)
+        if parts is None:
             raise error_for(
                 ErrorCode.CONFIG_INVALID, f"--url must be http://HOST:PORT, got {url!r}", param="url"
             )
@@ -31,6 +31,12 @@ class RemoteServer:
         self._netloc = parts.netloc
         self._headers = {"content-type": "application/json"}
         if api_key:
+            if not api_key.isascii() or not api_key.isprintable():
+                raise error_for(
+                    ErrorCode.CONFIG_INVALID,
+                    "--api-key holds characters that no header carries",
+                    param="api_key",
+                )
             self._headers["authorization"] = f"Bearer {api_key}"
 
     def adapters(self) -> list[dict[str, Any]]:
@@ -104,6 +110,16 @@ class RemoteServer:
             ErrorCode.ENGINE_UNAVAILABLE,
             f"{self._url} answered {method} {path} with status {status}; is it a loraplex server?",
         )
+
+
+def _split(url: str) -> SplitResult | None:
+    """The parts of http://HOST[:PORT], None for anything else."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number, half an IPv6 address
+        return None
+    return parts if good and parts.path in ("", "/") and not parts.query and not parts.fragment else None
 
 
 def _path(alias: str) -> str:

@@ -1,0 +1,126 @@
+"""Text through `LLM`: pieces continue the prompt, end tokens are those that a server has too, and a closed one says so."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.judge import open_llm
+from tests.model.tiny import COMMON
+from tests.runtime.tiny_text import metaspace_tokenizer
+
+from loraplex import LLM, SamplingParams
+from loraplex.core.errors import CallerError, ErrorCode
+
+WORD = metaspace_tokenizer().token_to_id("\u2581world")
+END = metaspace_tokenizer().token_to_id("</s>")
+
+
+def model(folder: Path, **changes: Any) -> Path:
+    """A tiny Llama of random weights with a sentencepiece-like tokenizer, which has an end token of its own."""
+    folder.mkdir(exist_ok=True)
+    config = {**COMMON, "vocab_size": 300, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    metaspace_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return folder
+
+
+def always(folder: Path, token: int) -> tuple[list[int], str, str | None]:
+    """Ids, text and end of an answer that would say `token` three times."""
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, logit_bias={token: 100})
+    with LLM(folder, load_format="dummy", dtype="float32", pool_gb=0.01) as llm:
+        [output] = llm.generate("hello", sampling=sampling)
+    return output.token_ids, output.text, output.finish_reason
+
+
+def test_the_first_word_keeps_the_space_before_it(tmp_path: Path) -> None:
+    assert always(model(tmp_path), WORD) == ([WORD] * 3, " world world world", "length")
+
+
+@pytest.mark.parametrize(
+    ("changes", "generation", "ends"),
+    [
+        ({}, None, True),
+        ({"eos_token_id": 7}, None, False),
+        ({"eos_token_id": END}, None, True),
+        ({"eos_token_id": [7, END]}, None, True),
+        ({"eos_token_id": END}, {"eos_token_id": 7}, False),
+        ({"eos_token_id": 7}, {"eos_token_id": [END]}, True),
+        ({"eos_token_id": [END, 151645]}, None, True),
+        ({}, {"eos_token_id": []}, True),
+    ],
+)
+def test_which_token_ends(
+    tmp_path: Path, changes: dict[str, Any], generation: dict[str, Any] | None, ends: bool
+) -> None:
+    model(tmp_path, **changes)
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    ids, _, reason = always(tmp_path, END)
+    assert (ids, reason) == (([END], "stop") if ends else ([END] * 3, "length"))
+
+
+def test_end_tokens_that_the_model_does_not_have_hinder_nobody(tmp_path: Path) -> None:
+    ids, _, reason = always(model(tmp_path, eos_token_id=[151643, 151645]), WORD)
+    assert (ids, reason) == ([WORD] * 3, "length")
+
+
+CALLS: dict[str, Callable[[LLM], Any]] = {
+    "generate": lambda llm: llm.generate([[1]]),
+    "add": lambda llm: llm.add_adapter("b", "x"),
+    "swap": lambda llm: llm.swap_adapter("plain", "x"),
+    "remove": lambda llm: llm.remove_adapter("plain"),
+    "pin": lambda llm: llm.pin_adapter("plain"),
+    "unpin": lambda llm: llm.unpin_adapter("plain"),
+    "prefetch": lambda llm: llm.prefetch_adapter("plain"),
+    "revoke": lambda llm: llm.revoke_adapter("plain"),
+    "limits": lambda llm: llm.set_limits(),
+    "adapters": lambda llm: llm.adapters(),
+    "inspect": lambda llm: llm.inspect(),
+    "vocabulary": lambda llm: llm.vocab_size,
+}
+
+
+def test_a_closed_llm_says_so_and_keeps_no_weights(root: Path) -> None:
+    with open_llm(root, ["plain"]) as llm:
+        llm.generate([[1, 2]], "plain")
+        engine = weakref.ref(llm._built.engine)
+    for call in CALLS.values():
+        with pytest.raises(CallerError, match="closed") as caught:
+            call(llm)
+        assert caught.value.code is ErrorCode.INVALID_REQUEST
+    llm.close()
+    gc.collect()
+    assert engine() is None
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"plan_log": "/nonexistent/folder/log"}, "plan_log"),
+        ({"pool_gb": 1000.0 * 1024}, "pool_gb"),
+        ({"pool_gb": 0.001, "device": "cuda"}, "device"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused_by_name(
+    root: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], param: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(CallerError, match=param) as caught:
+        open_llm(root, **options)
+    assert (caught.value.code, caught.value.param) == (ErrorCode.CONFIG_INVALID, param)
+
+
+def test_a_biased_token_outside_the_vocabulary_is_refused_by_the_fields_name(root: Path) -> None:
+    with open_llm(root, []) as llm:
+        for field in ("logit_bias", "stop_token_ids"):
+            value: Any = {999: 1.0} if field == "logit_bias" else [999]
+            with pytest.raises(CallerError, match=f"{field} holds token id 999") as caught:
+                llm.generate([[1]], sampling=SamplingParams(**{field: value}))
+            assert (caught.value.code, caught.value.param) == (ErrorCode.TOKEN_OUT_OF_RANGE, field)
