@@ -34,6 +34,7 @@ from loraplex.runtime.engine_process import (
     EngineStart,
 )
 from loraplex.runtime.event_stream import EventReader, Observe
+from loraplex.runtime.tasks import reported
 from loraplex.runtime.workdir import private_folder, temporary_root
 
 _log: Final = logging.getLogger(__name__)
@@ -152,7 +153,8 @@ class EngineSupervisor:
             await self.stop()
             raise
         self._move(EngineState.READY)
-        self._watcher = asyncio.get_running_loop().create_task(self._watch(child), name="engine-supervisor")
+        watcher = asyncio.get_running_loop().create_task(self._watch(child), name="engine-supervisor")
+        self._watcher = reported(watcher, _log, "the engine is no longer watched")
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End the engine for good. What is open ends as `shutting_down`."""

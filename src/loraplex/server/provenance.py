@@ -36,6 +36,7 @@ from loraplex.core.messages import EngineSampling, TokenBinding
 from loraplex.identity.binding import RequestBinding, SlotBinding
 from loraplex.identity.canonical import digest
 from loraplex.identity.generations import GenerationVector, encode
+from loraplex.runtime.tasks import reported
 
 _log: Final = logging.getLogger(__name__)
 BATCH: Final = 512
@@ -194,7 +195,9 @@ class Provenance:
         self._queue.append(record)
         self._wake.set()
         if self._task is None:
-            self._task = asyncio.create_task(self._write_always())
+            self._task = reported(
+                asyncio.create_task(self._write_always()), _log, "request records are no longer written"
+            )
 
     async def find(self, request_id: str, tenant: str | None) -> list[RequestRecord]:
         """Records of a request id, the newest first; raises `request_not_found` when there are none."""
