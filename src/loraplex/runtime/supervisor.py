@@ -290,7 +290,8 @@ class EngineSupervisor:
 
     async def _answers(self, within_s: float) -> bool:
         try:
-            await asyncio.wait_for(self._client.call(Inspect(0)), within_s)
+            async with asyncio.timeout(within_s):  # `wait_for` may forget that it was cancelled
+                await self._client.call(Inspect(0))
         except TimeoutError:
             return False
         except LoraplexError:  # it answered frames that this server lost: it lives
