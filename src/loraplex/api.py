@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 from msgspec.structs import replace as with_fields
 
-from loraplex.catalog.adapters import AdapterCatalog, Revision
+from loraplex.catalog.adapters import DEFAULT_NAMESPACE, AdapterCatalog, Revision
 from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, error_for
@@ -45,7 +45,6 @@ from loraplex.runtime.text import Detokenizer, TextCodec, load_tokenizer
 from loraplex.runtime.workdir import private_folder, temporary_root
 
 Prompt = str | Sequence[int]
-NAMESPACE = "default"
 
 
 @dataclass(slots=True)
@@ -201,7 +200,7 @@ class LLM:
     ) -> Revision:
         current, new = self._catalog.current(alias).key, prepared.identity.semantic
         try:
-            async with self._controls.swapping((NAMESPACE, alias), current, new, drain=drain):
+            async with self._controls.swapping((DEFAULT_NAMESPACE, alias), current, new, drain=drain):
                 old, revision = self._catalog.swap(alias, source, prepared, expected)
         except LoraplexError:
             if not self._catalog.shares(new):
@@ -213,19 +212,19 @@ class LLM:
     def remove_adapter(self, alias: str) -> None:
         """Take `alias` away; its memory is free afterwards."""
         revision = self._catalog.remove(alias)
-        run_now(self._controls.unpin((NAMESPACE, alias)))
+        run_now(self._controls.unpin((DEFAULT_NAMESPACE, alias)))
         self._forget(revision)
 
     def pin_adapter(self, alias: str) -> dict[str, Any]:
         """Keep what `alias` stands for on the device, through swaps; `pool_exhausted` where pins leave too little."""
         revision = self._catalog.current(alias)
-        run_now(self._controls.pin((NAMESPACE, alias), revision.key))
+        run_now(self._controls.pin((DEFAULT_NAMESPACE, alias), revision.key))
         return self._describe(revision)
 
     def unpin_adapter(self, alias: str) -> dict[str, Any]:
         """Let `alias` be evicted again."""
         revision = self._catalog.current(alias)
-        run_now(self._controls.unpin((NAMESPACE, alias)))
+        run_now(self._controls.unpin((DEFAULT_NAMESPACE, alias)))
         return self._describe(revision)
 
     def prefetch_adapter(self, alias: str) -> dict[str, Any]:
