@@ -142,6 +142,19 @@ def sleeps(source: str) -> list[str]:
     return found
 
 
+def forgetful_waits(source: str) -> list[str]:
+    """`asyncio.wait_for` may swallow a cancellation that comes as its work ends; psutil's wait takes exit statuses."""
+    instead = {
+        "asyncio.wait_for": "asyncio.timeout",
+        "psutil.wait_procs": "tests.waiting.until_gone",
+    }
+    return [
+        f"line {node.lineno}: {ast.unparse(node.func)}; use {instead[ast.unparse(node.func)]}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in instead
+    ]
+
+
 def readme_faults(text: str) -> list[str]:
     found = []
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL), 1):
@@ -178,6 +191,8 @@ RULES: list[tuple[Rule, list[Path], str]] = [
     (numpy_random, [path for path in LIBRARY if is_pure(path)], "from numpy.random import default_rng\n"),
     (sleeps, TESTS, "import time\ntime.sleep(1)\n"),
     (sleeps, TESTS, "from time import sleep\n"),
+    (forgetful_waits, LIBRARY + TESTS, "await asyncio.wait_for(f(), 1)\n"),
+    (forgetful_waits, LIBRARY + TESTS, "psutil.wait_procs([p], timeout=20)\n"),
     (readme_faults, [ROOT / "README.md"], "```python\nx = = 1\n```\n"),
 ]
 
@@ -200,8 +215,37 @@ def test_a_tidy_sample_breaks_no_rule() -> None:
         swallowed,
         numpy_random,
         sleeps,
+        forgetful_waits,
     ):
         assert rule(sample) == []
+
+
+ASSERTING = frozenset({"raises", "warns", "fail", "assert_close", "assert_allclose", "assert_array_equal"})
+
+
+def _called(node: ast.AST) -> set[str]:
+    """Names of what is called inside, without what it belongs to."""
+    calls = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
+    return {ast.unparse(call).rpartition(".")[2] for call in calls}
+
+
+def silent_tests(sources: list[str]) -> list[str]:
+    """Tests that see nothing: neither they nor a function of the tests that they call, however far, asserts anything."""
+    defined = [node for source in sources for node in functions(ast.parse(source))]
+    seeing = set(ASSERTING)
+    seeing |= {f.name for f in defined if any(isinstance(n, ast.Assert) for n in ast.walk(f))}
+    while True:
+        more = {f.name for f in defined if f.name not in seeing and _called(f) & seeing}
+        if not more:
+            return sorted({f.name for f in defined if f.name.startswith("test_")} - seeing)
+        seeing |= more
+
+
+def test_every_test_sees_something() -> None:
+    blind = "def helper():\n    f()\n\n\ndef test_x():\n    helper()\n"
+    assert silent_tests([blind]) == ["test_x"]
+    assert silent_tests([blind, "def f():\n    assert 1\n"]) == []
+    assert silent_tests([path.read_text(encoding="utf-8") for path in TESTS]) == []
 
 
 def test_modules_are_named_after_what_they_own() -> None:

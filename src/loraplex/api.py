@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 from msgspec.structs import replace as with_fields
 
-from loraplex.catalog.adapters import AdapterCatalog, Revision
+from loraplex.catalog.adapters import DEFAULT_NAMESPACE, AdapterCatalog, Revision
 from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, error_for
 from loraplex.core.messages import (
@@ -54,8 +54,6 @@ from loraplex.runtime.prepare import PreparedAdapter, prepare_source
 from loraplex.runtime.sampling import engine_sampling, prompt_seed
 from loraplex.runtime.text import Detokenizer, TextCodec, load_tokenizer
 from loraplex.runtime.workdir import private_folder, temporary_root
-
-NAMESPACE = "default"
 
 
 @dataclass(slots=True)
@@ -214,7 +212,7 @@ class LLM:
     ) -> Revision:
         current, new = self._catalog.current(alias).key, prepared.identity.semantic
         try:
-            async with self._controls.swapping((NAMESPACE, alias), current, new, drain=drain):
+            async with self._controls.swapping((DEFAULT_NAMESPACE, alias), current, new, drain=drain):
                 old, revision = self._catalog.swap(alias, source, prepared, expected)
         except LoraplexError:
             if not self._catalog.shares(new):
@@ -227,19 +225,19 @@ class LLM:
         """Take `alias` away; its memory is free afterwards."""
         self._current(alias)
         revision = self._catalog.remove(alias)
-        run_now(self._controls.unpin((NAMESPACE, alias)))
+        run_now(self._controls.unpin((DEFAULT_NAMESPACE, alias)))
         self._forget(revision)
 
     def pin_adapter(self, alias: str) -> dict[str, Any]:
         """Keep what `alias` stands for on the device, through swaps; `pool_exhausted` where pins leave too little."""
         revision = self._current(alias)
-        run_now(self._controls.pin((NAMESPACE, alias), revision.key))
+        run_now(self._controls.pin((DEFAULT_NAMESPACE, alias), revision.key))
         return self._describe(revision)
 
     def unpin_adapter(self, alias: str) -> dict[str, Any]:
         """Let `alias` be evicted again."""
         revision = self._current(alias)
-        run_now(self._controls.unpin((NAMESPACE, alias)))
+        run_now(self._controls.unpin((DEFAULT_NAMESPACE, alias)))
         return self._describe(revision)
 
     def prefetch_adapter(self, alias: str) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def test_generators_repeat_themselves_in_another_process(task: Task) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.stdout == repr(task.heldout_drafts(20) + list(islice(task.training_drafts(3), 200)))
     other = list(islice(task.training_drafts(4), 200))

@@ -149,7 +149,7 @@ class EchoEngine:
     """Answers a request with its prompt, again and again, until max_tokens or a stop token.
 
     A prompt that begins with DIE kills the process, RAISE breaks the step, MUTE never gets an answer, PAUSED gets it once the
-    file `gate` exists, HANG stops the engine until then, ONCE gets one token and no more. Adapters shift each token by their number of pages.
+    file `gate` exists, HANG stops the engine until then, ONCE gets the token behind it and no more. Adapters shift each token by their number of pages.
     """
 
     mailbox: Mailbox
@@ -235,7 +235,8 @@ class EchoEngine:
         """One token."""
         sampling = run.message.sampling
         shift = self.adapters[run.message.adapter].pages if run.message.adapter else 0
-        token = run.prompt[run.sent % len(run.prompt)] + shift
+        begin = 1 if run.prompt[0] == ONCE else 0
+        token = run.prompt[(begin + run.sent) % len(run.prompt)] + shift
         run.sent += 1
         top = tuple(range(max(sampling.logprobs, 0)))
         entry = TokenLogprobs((token, *top), (-0.5, *(-1.0 - k for k in top)))

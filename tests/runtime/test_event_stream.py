@@ -17,9 +17,9 @@ from tests.runtime.test_supervisor import read_all, submit
 from tests.waiting import run
 
 from loraplex.config import EngineConfig
-from loraplex.core.events import Event, FirstToken, IterationCompleted, RequestFinished
+from loraplex.core.events import AnyEvent, Event, FirstToken, IterationCompleted, RequestFinished
 from loraplex.runtime.client import EngineClient
-from loraplex.runtime.event_stream import AnyEvent, EventPublisher, EventReader
+from loraplex.runtime.event_stream import EventPublisher, EventReader
 from loraplex.runtime.supervisor import EngineState, EngineSupervisor
 
 

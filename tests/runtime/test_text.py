@@ -14,6 +14,7 @@ from tests.runtime.tiny_text import TEMPLATE, byte_codec, byte_tokenizer, metasp
 
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.runtime import text as text_module
+from loraplex.runtime.build import end_tokens
 from loraplex.runtime.text import MAX_HELD_TOKENS, Detokenizer, TextCodec, load_tokenizer
 
 BYTE = TextCodec(byte_tokenizer(), {1, 2}, "<|start|>", None)
@@ -155,6 +156,29 @@ def test_end_tokens_come_from_the_tokenizer_when_no_configuration_names_them(tmp
     codec = load_tokenizer(tmp_path)
     assert codec is not None
     assert codec.eos_token_ids == {1}
+    assert end_tokens(tmp_path) == (1,)  # an engine sees what its clients see
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ends"),
+    [([5, 3], 7, (3, 5)), (4, [7], (4,)), (None, 7, (7,)), ([], [7, 8], (7, 8)), (None, None, ())],
+)
+def test_the_first_configuration_that_names_end_tokens_decides(
+    tmp_path: Path, generation: object, config: object, ends: tuple[int, ...]
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
+    assert end_tokens(tmp_path) == ends
+
+
+@pytest.mark.parametrize("value", ["2", True, [1, "2"], {"id": 1}, 1.5])
+def test_end_tokens_that_are_no_ids_are_refused(tmp_path: Path, value: object) -> None:
+    write_folder(tmp_path, byte_tokenizer())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    for read in (end_tokens, load_tokenizer):
+        with pytest.raises(CallerError) as caught:
+            read(tmp_path)
+        assert caught.value.code is ErrorCode.CONFIG_INVALID
 
 
 def test_bos_is_never_doubled(tmp_path: Path) -> None:

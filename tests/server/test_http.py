@@ -163,6 +163,26 @@ def test_one_line_a_request_probes_apart(tmp_path: Path, caplog: pytest.LogCaptu
     assert "secret" not in str(found)
 
 
+def test_a_request_has_its_line_also_where_nobody_takes_its_refusal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(front: Front) -> None:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            raise ConnectionResetError("the client is gone")
+
+        scope = {"type": "http", "method": "GET", "path": "/nothing", "headers": []}
+        with pytest.raises(ConnectionResetError):
+            await front.app(scope, receive, send)
+
+    with caplog.at_level(logging.INFO, logger="loraplex.access"):
+        run(tmp_path, test)
+    (line,) = lines(caplog)
+    assert (line["status"], line["code"], line["path"]) == (404, "not_found", "/nothing")
+
+
 def test_prompts_are_logged_only_when_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

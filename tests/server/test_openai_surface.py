@@ -16,6 +16,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 from tests.server.fuzzing import Target, target
+from tests.waiting import LIMIT_S
 
 from loraplex.runtime.engine_process import BUILDER
 
@@ -277,7 +278,7 @@ def test_raw_responses_and_headers(client: openai.OpenAI) -> None:
     ) as response:
         lines = [line for line in response.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"
-    quick = client.with_options(timeout=30, max_retries=1)
+    quick = client.with_options(timeout=LIMIT_S, max_retries=1)
     assert quick.completions.create(model=BASE, prompt="hello", max_tokens=1).choices
 
 

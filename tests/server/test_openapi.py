@@ -17,6 +17,7 @@ from schemathesis.checks import (
     status_code_conformance,
 )
 from tests.server.fuzzing import Target, check_answer, target
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.e2e
 CHECKS = [
@@ -49,7 +50,7 @@ def explore(server: Target, examples: int, seed: int) -> None:
             )
             @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
             def exercise(case: Any) -> None:
-                response = case.call(timeout=60)
+                response = case.call(timeout=LIMIT_S)
                 check_answer(response.status_code, response.headers["content-type"][0], response.content)
                 if response.status_code < 500:
                     case.validate_response(response, checks=CHECKS)

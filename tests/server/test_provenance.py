@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,29 @@ def test_a_catalog_that_does_not_answer_costs_no_request(
         await front.provenance.close()
         for answer, kept in zip(answers, (True, True, False, False), strict=True):
             assert bool(front.provenance.log.find(answer.headers["x-request-id"])) is kept
+
+    run(tmp_path, test)
+
+
+def test_a_batch_that_is_being_written_at_the_end_is_written_once(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        loop, began, release = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+        write = front.provenance.log.write
+
+        def slow(records: Any) -> None:
+            loop.call_soon_threadsafe(began.set)
+            release.wait()
+            write(records)
+
+        front.provenance.log.write = slow  # type: ignore[method-assign]
+        answer = await front.complete()
+        await began.wait()
+        closing = asyncio.ensure_future(front.provenance.close())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        release.set()
+        await closing
+        assert len(front.provenance.log.find(answer.headers["x-request-id"])) == 1
 
     run(tmp_path, test)
 

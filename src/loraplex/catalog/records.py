@@ -201,26 +201,27 @@ def decode(kind: type[Record], text: bytes | str, sealed: str) -> Record:
 
 def check_alias(alias: str) -> str:
     """The alias, or `invalid_request` with what an alias looks like."""
-    # A path that ends in a slash, or has two in a row, is somebody's slip and not another name.
-    slip = alias.endswith("/") or "//" in alias
-    if len(alias) > limits.MAX_ALIAS_CHARS or not _ALIAS.fullmatch(alias) or slip:
+    if alias.endswith("/") or "//" in alias:  # somebody's slip with a path, and not another name
         raise CallerError(
             ErrorCode.INVALID_REQUEST,
-            f"alias {alias[:40]!r} must be 1 to {limits.MAX_ALIAS_CHARS} letters, digits or . _ : / -, "
-            "beginning with a letter or digit, without an empty part between slashes",
+            f"alias {alias[:40]!r} has an empty part between slashes",
             param="alias",
         )
-    return alias
+    return _check_name(alias, _ALIAS, "alias", ". _ : / -")
 
 
 def check_namespace(name: str) -> str:
     """The namespace or tenant, or `invalid_request` with what one looks like."""
-    if len(name) > limits.MAX_ALIAS_CHARS or not _NAMESPACE.fullmatch(name):
+    return _check_name(name, _NAMESPACE, "tenant", ". _ : -")
+
+
+def _check_name(name: str, form: re.Pattern[str], what: str, marks: str) -> str:
+    if len(name) > limits.MAX_ALIAS_CHARS or not form.fullmatch(name):
         raise CallerError(
             ErrorCode.INVALID_REQUEST,
-            f"tenant {name[:40]!r} must be 1 to {limits.MAX_ALIAS_CHARS} letters, digits or . _ : -, "
+            f"{what} {name[:40]!r} must be 1 to {limits.MAX_ALIAS_CHARS} letters, digits or {marks}, "
             "beginning with a letter or digit",
-            param="tenant",
+            param=what,
         )
     return name
 

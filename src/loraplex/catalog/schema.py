@@ -34,40 +34,49 @@ _SEQUENCE: Final = BigInteger().with_variant(Integer, "sqlite")
 
 metadata: Final = MetaData()
 
+
+def _text(name: str) -> Column[str]:
+    return Column(name, Text, nullable=False)
+
+
+def _number(name: str, *, unique: bool = False, index: bool = False) -> Column[int]:
+    return Column(name, BigInteger, nullable=False, unique=unique or None, index=index or None)
+
+
 meta = Table(
     "catalog_meta",
     metadata,
     Column("id", Integer, primary_key=True),
     Column("schema", Integer, nullable=False),
-    Column("generation", BigInteger, nullable=False),
+    _number("generation"),
 )
 artifacts = Table(
     "artifacts",
     metadata,
     Column("semantic", Text, primary_key=True),
-    Column("record", Text, nullable=False),
-    Column("seal", Text, nullable=False),
+    _text("record"),
+    _text("seal"),
 )
 revisions = Table(
     "revisions",
     metadata,
-    Column("namespace", Text, nullable=False),
-    Column("alias", Text, nullable=False),
-    Column("revision", BigInteger, nullable=False),
-    Column("generation", BigInteger, nullable=False, unique=True),
+    _text("namespace"),
+    _text("alias"),
+    _number("revision"),
+    _number("generation", unique=True),
     Column("semantic", Text, ForeignKey("artifacts.semantic"), nullable=False),
-    Column("record", Text, nullable=False),
-    Column("seal", Text, nullable=False),
+    _text("record"),
+    _text("seal"),
     PrimaryKeyConstraint("namespace", "alias", "revision"),
 )
 aliases = Table(
     "aliases",
     metadata,
-    Column("namespace", Text, nullable=False),
-    Column("alias", Text, nullable=False),
+    _text("namespace"),
+    _text("alias"),
     Column("current", BigInteger),  # NULL: a tombstone
-    Column("last", BigInteger, nullable=False),
-    Column("generation", BigInteger, nullable=False, index=True),
+    _number("last"),
+    _number("generation", index=True),
     PrimaryKeyConstraint("namespace", "alias"),
     ForeignKeyConstraint(
         ["namespace", "alias", "current"], ["revisions.namespace", "revisions.alias", "revisions.revision"]
@@ -77,41 +86,41 @@ publications = Table(
     "publications",
     metadata,
     Column("generation", BigInteger, primary_key=True, autoincrement=False),
-    Column("kind", Text, nullable=False),
-    Column("namespace", Text, nullable=False),
-    Column("alias", Text, nullable=False),
+    _text("kind"),
+    _text("namespace"),
+    _text("alias"),
     Column("revision", BigInteger),
-    Column("actor", Text, nullable=False),
-    Column("at_ms", BigInteger, nullable=False),
+    _text("actor"),
+    _number("at_ms"),
 )
 revoked = Table(
     "revoked",
     metadata,
     Column("semantic", Text, ForeignKey("artifacts.semantic"), primary_key=True),
-    Column("generation", BigInteger, nullable=False, unique=True),
-    Column("actor", Text, nullable=False),
-    Column("at_ms", BigInteger, nullable=False),
+    _number("generation", unique=True),
+    _text("actor"),
+    _number("at_ms"),
 )
 grants = Table(
     "grants",
     metadata,
-    Column("namespace", Text, nullable=False),
-    Column("alias", Text, nullable=False),
-    Column("tenant", Text, nullable=False),
-    Column("generation", BigInteger, nullable=False),
-    Column("record", Text, nullable=False),
-    Column("seal", Text, nullable=False),
+    _text("namespace"),
+    _text("alias"),
+    _text("tenant"),
+    _number("generation"),
+    _text("record"),
+    _text("seal"),
     PrimaryKeyConstraint("namespace", "alias", "tenant"),
 )
 requests = Table(
     "requests",
     metadata,
     Column("seq", _SEQUENCE, primary_key=True, autoincrement=True),
-    Column("request_id", Text, nullable=False),
-    Column("tenant", Text, nullable=False),
-    Column("at_ms", BigInteger, nullable=False),
-    Column("record", Text, nullable=False),
-    Column("seal", Text, nullable=False),
+    _text("request_id"),
+    _text("tenant"),
+    _number("at_ms"),
+    _text("record"),
+    _text("seal"),
     Index("requests_by_id", "request_id"),
 )
 

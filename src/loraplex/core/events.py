@@ -15,7 +15,7 @@ class Event(msgspec.Struct, frozen=True, tag=True, tag_field="event"):
     at_ns: int
 
 
-class RequestQueued(Event, frozen=True, tag=True, tag_field="event"):
+class RequestQueued(Event, frozen=True):
     """A request was accepted and holds a revision lease."""
 
     request_id: str
@@ -24,7 +24,7 @@ class RequestQueued(Event, frozen=True, tag=True, tag_field="event"):
     prompt_tokens: int
 
 
-class RequestAdmitted(Event, frozen=True, tag=True, tag_field="event"):
+class RequestAdmitted(Event, frozen=True):
     """A request got a slot, its first pages and a slot lease. `again` counts earlier admissions."""
 
     request_id: str
@@ -33,7 +33,7 @@ class RequestAdmitted(Event, frozen=True, tag=True, tag_field="event"):
     again: int
 
 
-class RequestPreempted(Event, frozen=True, tag=True, tag_field="event"):
+class RequestPreempted(Event, frozen=True):
     """A running request gave its pages back and waits again, with its arrival time and revision lease."""
 
     request_id: str
@@ -41,14 +41,14 @@ class RequestPreempted(Event, frozen=True, tag=True, tag_field="event"):
     computed_tokens: int
 
 
-class FirstToken(Event, frozen=True, tag=True, tag_field="event"):
+class FirstToken(Event, frozen=True):
     """The first output token of a request was committed."""
 
     request_id: str
     since_arrival_ns: int
 
 
-class RequestFinished(Event, frozen=True, tag=True, tag_field="event"):
+class RequestFinished(Event, frozen=True):
     """A request ended. reason: a finish reason, or an error code."""
 
     request_id: str
@@ -60,7 +60,7 @@ class RequestFinished(Event, frozen=True, tag=True, tag_field="event"):
     since_arrival_ns: int
 
 
-class IterationCompleted(Event, frozen=True, tag=True, tag_field="event"):
+class IterationCompleted(Event, frozen=True):
     """One step was committed. runs_before/runs: adapter runs before and after within-phase reordering."""
 
     step: int
@@ -78,7 +78,7 @@ class IterationCompleted(Event, frozen=True, tag=True, tag_field="event"):
     waiting: int
 
 
-class PlanDiscarded(Event, frozen=True, tag=True, tag_field="event"):
+class PlanDiscarded(Event, frozen=True):
     """Launch validation refused a plan; it was rolled back and will be rebuilt."""
 
     step: int
@@ -86,7 +86,7 @@ class PlanDiscarded(Event, frozen=True, tag=True, tag_field="event"):
     message: str
 
 
-class StepFailed(Event, frozen=True, tag=True, tag_field="event"):
+class StepFailed(Event, frozen=True):
     """A launched step failed; frontiers were rolled back and its requests ended with an error."""
 
     step: int
@@ -95,7 +95,7 @@ class StepFailed(Event, frozen=True, tag=True, tag_field="event"):
     requests: int
 
 
-class CopyIgnored(Event, frozen=True, tag=True, tag_field="event"):
+class CopyIgnored(Event, frozen=True):
     """A copy was reported that is not under way: twice, late, or never started. Nothing changed."""
 
     slot: int
@@ -103,7 +103,7 @@ class CopyIgnored(Event, frozen=True, tag=True, tag_field="event"):
     intact: bool
 
 
-class LoadFailed(Event, frozen=True, tag=True, tag_field="event"):
+class LoadFailed(Event, frozen=True):
     """A load or fetch failed and was rolled back. attempt: failures in a row. final: nobody waits for another one."""
 
     adapter: str
@@ -113,7 +113,7 @@ class LoadFailed(Event, frozen=True, tag=True, tag_field="event"):
     final: bool
 
 
-class RestorationFailed(Event, frozen=True, tag=True, tag_field="event"):
+class RestorationFailed(Event, frozen=True):
     """A victim of a rolled back load could not be brought back: it is absent from the device, its pages are free."""
 
     adapter: str
@@ -121,21 +121,21 @@ class RestorationFailed(Event, frozen=True, tag=True, tag_field="event"):
     pages: int
 
 
-class HostFetched(Event, frozen=True, tag=True, tag_field="event"):
+class HostFetched(Event, frozen=True):
     """An image arrived verified in host memory."""
 
     adapter: str
     nbytes: int
 
 
-class HostDropped(Event, frozen=True, tag=True, tag_field="event"):
+class HostDropped(Event, frozen=True):
     """A host image was given up; the disk store keeps it."""
 
     adapter: str
     nbytes: int
 
 
-class PrefetchReleased(Event, frozen=True, tag=True, tag_field="event"):
+class PrefetchReleased(Event, frozen=True):
     """A speculative load found its end: used by a request, or given up unused (wasted pages)."""
 
     adapter: str
@@ -143,14 +143,14 @@ class PrefetchReleased(Event, frozen=True, tag=True, tag_field="event"):
     used: bool
 
 
-class AdapterRevoked(Event, frozen=True, tag=True, tag_field="event"):
+class AdapterRevoked(Event, frozen=True):
     """A revision was found bad after publication; `requests` were ended for it."""
 
     adapter: str
     requests: int
 
 
-class AdapterTransition(Event, frozen=True, tag=True, tag_field="event"):
+class AdapterTransition(Event, frozen=True):
     """An adapter moved along the residency table."""
 
     adapter: str
@@ -159,3 +159,24 @@ class AdapterTransition(Event, frozen=True, tag=True, tag_field="event"):
     before: str
     after: str
     pages: int
+
+
+AnyEvent = (
+    RequestQueued
+    | RequestAdmitted
+    | RequestPreempted
+    | FirstToken
+    | RequestFinished
+    | IterationCompleted
+    | PlanDiscarded
+    | StepFailed
+    | AdapterTransition
+    | CopyIgnored
+    | LoadFailed
+    | RestorationFailed
+    | HostFetched
+    | HostDropped
+    | PrefetchReleased
+    | AdapterRevoked
+)
+"""What can be read back: every event there is, told apart by its name in the field `event`."""

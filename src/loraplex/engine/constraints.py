@@ -39,6 +39,9 @@ class NoGrammars:
         """Never asked: there is no constraint."""
         raise InternalFault(ErrorCode.INTERNAL, "masks were asked for where no grammar can be opened")
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 def begin(state: EngineState, record: RequestRecord) -> bool:
     """Whether the request may be admitted as far as its grammar goes; one that is refused ends here."""

@@ -27,10 +27,11 @@ from loraplex.catalog.changes import OPERATOR, Draft, Expectation, Mode
 from loraplex.catalog.records import DEFAULT_NAMESPACE, Revision, Right
 from loraplex.core.errors import CallerError, LoraplexError
 from loraplex.core.messages import Inspect
-from loraplex.runtime.controls import EngineCalls, ResidencyControls
+from loraplex.runtime.controls import EngineCalls, Name, ResidencyControls
 from loraplex.runtime.held import HeldAdapters
 from loraplex.runtime.prepare import PreparedAdapter
 from loraplex.runtime.reading import Prepare, Reading
+from loraplex.runtime.tasks import reported
 
 _log: Final = logging.getLogger(__name__)
 FOLLOW_EVERY_S: Final = 0.5
@@ -146,11 +147,9 @@ class AdapterService:
         self, alias: str, source: str, tenant: str = DEFAULT_NAMESPACE, actor: str = OPERATOR
     ) -> Revision:
         """Publish the first revision of a new alias; `adapter_exists` when it has one. tenant: whose namespace."""
-        self._catalog.check_new(alias, tenant)
-        async with self._prepared(source) as prepared, self._held.change:
-            self._catalog.check_new(alias, tenant)
-            draft = draft_of(prepared, alias, source, tenant, actor)
-            return await self._publish(draft, prepared, Mode.ADD, None)
+        return await self._change(
+            Mode.ADD, (tenant, alias), source, actor, lambda: self._catalog.check_new(alias, tenant)
+        )
 
     async def swap(
         self,
@@ -167,11 +166,10 @@ class AdapterService:
         The new one is on the device before the alias moves, if the old one is; `pool_exhausted` where there is no room
         for both. drain: move the alias at once, and load the new one into what the old one leaves.
         """
-        self._catalog.check_swap(alias, expected, tenant)
-        async with self._prepared(source) as prepared, self._held.change:
-            self._catalog.check_swap(alias, expected, tenant)
-            draft = draft_of(prepared, alias, source, tenant, actor)
-            return await self._publish(draft, prepared, Mode.SWAP, expected, drain=drain)
+        return await self._change(
+            Mode.SWAP, (tenant, alias), source, actor,
+            lambda: self._catalog.check_swap(alias, expected, tenant), expected, drain=drain,
+        )  # fmt: skip
 
     async def put(
         self,
@@ -184,11 +182,30 @@ class AdapterService:
         drain: bool = False,
     ) -> Revision:
         """`add` a new alias, `swap` a known one; with `expected`, only a known one."""
-        self._check_put(alias, expected, tenant)
+        return await self._change(
+            Mode.PUT, (tenant, alias), source, actor,
+            lambda: self._check_put(alias, expected, tenant), expected, drain=drain,
+        )  # fmt: skip
+
+    async def _change(
+        self,
+        mode: Mode,
+        place: Name,
+        source: str,
+        actor: str,
+        check: Callable[[], object],
+        expected: int | None = None,
+        *,
+        drain: bool = False,
+    ) -> Revision:
+        """Prepare and publish. check: raises where the change cannot be made; asked before anything is read, and again
+        when nobody else changes names any more.
+        """
+        check()
         async with self._prepared(source) as prepared, self._held.change:
-            self._check_put(alias, expected, tenant)
-            draft = draft_of(prepared, alias, source, tenant, actor)
-            return await self._publish(draft, prepared, Mode.PUT, expected, drain=drain)
+            check()
+            draft = draft_of(prepared, place[1], source, place[0], actor)
+            return await self._publish(draft, prepared, mode, expected, drain=drain)
 
     async def put_unless(
         self, alias: str, source: str, seen: Revision, tenant: str = DEFAULT_NAMESPACE, actor: str = OPERATOR
@@ -344,7 +361,9 @@ class AdapterService:
         """Read what the catalog knew when this process began, and follow it if it is shared; both in the background."""
         self._reading.later(self._catalog)
         if self._catalog.shared:
-            self._follower = asyncio.create_task(self.follow())
+            self._follower = reported(
+                asyncio.create_task(self.follow()), _log, "the catalog is no longer followed"
+            )
 
     async def _pin_again(self, revision: Revision) -> None:
         """A revision that was read in the background takes the pin of its alias, if somebody else had moved that."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -19,11 +18,11 @@ from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ports import Backend, Clock, EventSink, ImageSource, Loader, Mailbox
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.step import Engine
-from loraplex.runtime.base import BaseModel, describe_base, read_config
+from loraplex.runtime.base import BaseModel, describe_base
 from loraplex.runtime.grammars import load_grammars
 from loraplex.runtime.images import ImageStore
 from loraplex.runtime.loader import InlineLoader, LoaderProcess, host_folder
-from loraplex.runtime.text import load_tokenizer
+from loraplex.runtime.text import configured_ends, load_tokenizer
 from loraplex.runtime.worker import PlanLog, ProcessBackend
 
 DEFAULT_POOL_GB_CPU: Final = 1.0
@@ -84,8 +83,10 @@ def build_engine(
         backend, sizes, close = make_backend(config, base, images)
         held.callback(close)
         sizes = replace(sizes, host_bytes=host_bytes)
-        ends = eos_ids(Path(config.model), base.spec.vocab_size)
+        # Small copies of models keep the ids of the large ones: what the model does not have ends nothing.
+        ends = tuple(end for end in end_tokens(Path(config.model)) if 0 <= end < base.spec.vocab_size)
         grammars = load_grammars(Path(config.model), base.spec.vocab_size, ends)
+        held.callback(grammars.close)
         engine = Engine(sizes, backend, mailbox, clock, events, grammars=grammars, loader=loader)
         let_go = held.pop_all().close
     return BuiltEngine(engine, base, sizes, name, ends, notes, let_go)
@@ -265,27 +266,9 @@ def sampled_vocab(folder: Path, base: BaseModel) -> int:
     return base.spec.vocab_size if codec is None else min(codec.vocab_size, base.spec.vocab_size)
 
 
-def eos_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json, else of config.json, else the tokenizer's own end token.
-
-    Ids that the model does not have end nothing, and are left out: small copies of models keep the ids of the large ones.
-    """
-    path = folder / "generation_config.json"
-    value = None
-    if path.exists():
-        try:
-            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise CallerError(
-                ErrorCode.CONFIG_INVALID, f"{path} is not a readable JSON object: {error}"
-            ) from error
-    if value is None:
-        value = read_config(folder).get("eos_token_id")
-    ids = [value] if isinstance(value, int) else list(value or ())
-    if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
-        raise CallerError(
-            ErrorCode.CONFIG_INVALID, f"eos_token_id must be an integer or a list, got {value!r}"
-        )
-    codec = None if ids else load_tokenizer(folder)
-    named = ids if codec is None else sorted(codec.eos_token_ids)
-    return tuple(index for index in named if 0 <= index < vocab_size)
+def end_tokens(folder: Path) -> tuple[int, ...]:
+    """End-of-sequence ids of the model, ascending: as clients with a tokenizer see them, see `runtime.text`."""
+    ends = configured_ends(folder)
+    if not ends and (codec := load_tokenizer(folder)) is not None:
+        ends = codec.eos_token_ids
+    return tuple(sorted(ends))

@@ -131,7 +131,8 @@ class Child:
         with suppress(ProcessLookupError):
             self._process.send_signal(END_SIGNAL)
         try:
-            return await asyncio.wait_for(self._process.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                return await self._process.wait()
         except TimeoutError:
             self.kill()
             return await self._process.wait()

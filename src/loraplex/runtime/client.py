@@ -42,6 +42,7 @@ from loraplex.core.messages import (
     ToEngine,
     Tokens,
 )
+from loraplex.runtime.tasks import reported
 from loraplex.runtime.transport import decode_from_engine, encode_frame, unpack_sequence
 
 _log: Final = logging.getLogger(__name__)
@@ -154,7 +155,8 @@ class EngineClient:
         sock.setsockopt(zmq.RCVHWM, limits.MAX_UNSENT_FRAMES)
         sock.connect(endpoint)
         self._socket, self._expected = sock, 0
-        self._reader = asyncio.get_running_loop().create_task(self._read(sock), name="engine-client")
+        reader = asyncio.get_running_loop().create_task(self._read(sock), name="engine-client")
+        self._reader = reported(reader, _log, "the engine's answers are no longer read")
 
     def disconnect(self, error: LoraplexError) -> None:
         """The engine is gone: whatever is open ends with `error`, now."""

@@ -18,48 +18,12 @@ import zmq
 import zmq.asyncio
 
 from loraplex.core import limits
-from loraplex.core.events import (
-    AdapterRevoked,
-    AdapterTransition,
-    CopyIgnored,
-    Event,
-    FirstToken,
-    HostDropped,
-    HostFetched,
-    IterationCompleted,
-    LoadFailed,
-    PlanDiscarded,
-    PrefetchReleased,
-    RequestAdmitted,
-    RequestFinished,
-    RequestPreempted,
-    RequestQueued,
-    RestorationFailed,
-    StepFailed,
-)
+from loraplex.core.events import AnyEvent, Event
+from loraplex.runtime.tasks import reported
 
 _log: Final = logging.getLogger(__name__)
 LINGER_MS: Final = 200
 """How long an engine that ends may take to hand over its last events."""
-
-AnyEvent = (
-    RequestQueued
-    | RequestAdmitted
-    | RequestPreempted
-    | FirstToken
-    | RequestFinished
-    | IterationCompleted
-    | PlanDiscarded
-    | StepFailed
-    | AdapterTransition
-    | CopyIgnored
-    | LoadFailed
-    | RestorationFailed
-    | HostFetched
-    | HostDropped
-    | PrefetchReleased
-    | AdapterRevoked
-)
 
 
 class EventFrame(msgspec.Struct, frozen=True, array_like=True):
@@ -128,8 +92,9 @@ class EventReader:
         self._socket.setsockopt(zmq.RCVHWM, limits.MAX_UNSENT_EVENT_FRAMES)
         self._socket.bind(endpoint)
         self._observe = observe
-        self._task = asyncio.get_running_loop().create_task(self._read(), name="engine-events")
-        self._task.add_done_callback(_report_failure)
+        # An observer that fails ends the reading; requests go on without figures.
+        reading = asyncio.get_running_loop().create_task(self._read(), name="engine-events")
+        self._task = reported(reading, _log, "events are no longer observed")
 
     async def _read(self) -> None:
         while True:
@@ -148,9 +113,3 @@ class EventReader:
         await asyncio.gather(self._task, return_exceptions=True)
         self._socket.close()
         self._context.term()
-
-
-def _report_failure(task: asyncio.Task[None]) -> None:
-    """An observer that fails ends the reading; requests go on without figures."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _log.error("events are no longer observed", exc_info=error)

@@ -15,6 +15,7 @@ from loraplex.catalog.records import Revision
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.runtime.held import HeldAdapters
 from loraplex.runtime.prepare import PreparedAdapter
+from loraplex.runtime.tasks import reported
 
 _log: Final = logging.getLogger(__name__)
 
@@ -116,7 +117,11 @@ class Reading:
         """Queue revisions that were never read here. One at a time, so that a request never waits for many."""
         self._unread += [revision for revision in revisions if revision.key not in self._held.known]
         if self._unread and self._reader is None:
-            self._reader = asyncio.create_task(self._read_all())
+            self._reader = reported(
+                asyncio.create_task(self._read_all()),
+                _log,
+                "adapters of the catalog are not read ahead any more",
+            )
 
     async def _read_all(self) -> None:
         try:

@@ -34,6 +34,7 @@ from loraplex.runtime.engine_process import (
     EngineStart,
 )
 from loraplex.runtime.event_stream import EventReader, Observe
+from loraplex.runtime.tasks import reported
 from loraplex.runtime.workdir import private_folder, temporary_root
 
 _log: Final = logging.getLogger(__name__)
@@ -152,7 +153,8 @@ class EngineSupervisor:
             await self.stop()
             raise
         self._move(EngineState.READY)
-        self._watcher = asyncio.get_running_loop().create_task(self._watch(child), name="engine-supervisor")
+        watcher = asyncio.get_running_loop().create_task(self._watch(child), name="engine-supervisor")
+        self._watcher = reported(watcher, _log, "the engine is no longer watched")
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End the engine for good. What is open ends as `shutting_down`."""
@@ -288,7 +290,8 @@ class EngineSupervisor:
 
     async def _answers(self, within_s: float) -> bool:
         try:
-            await asyncio.wait_for(self._client.call(Inspect(0)), within_s)
+            async with asyncio.timeout(within_s):  # `wait_for` may forget that it was cancelled
+                await self._client.call(Inspect(0))
         except TimeoutError:
             return False
         except LoraplexError:  # it answered frames that this server lost: it lives

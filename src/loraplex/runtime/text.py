@@ -140,7 +140,7 @@ def load_tokenizer(folder: Path) -> TextCodec | None:
     special = {role: text for role in _SPECIAL_ROLES if (text := _token_text(config.get(role))) is not None}
     source = _template_source(folder, config)
     template = None if source is None else ChatTemplate(source, special)
-    return TextCodec(tokenizer, _eos_ids(folder, tokenizer, special), special.get("bos_token"), template)
+    return TextCodec(tokenizer, _ends(folder, tokenizer, special), special.get("bos_token"), template)
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -174,16 +174,29 @@ def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _eos_ids(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> frozenset[int]:
-    """generation_config.json decides; then config.json; then the tokenizer's own end token."""
+def configured_ends(folder: Path) -> frozenset[int]:
+    """End-of-sequence ids of generation_config.json, else of config.json; empty where neither names one.
+
+    Raises `config_invalid` for what is neither an id nor a list of ids.
+    """
     for name in ("generation_config.json", "config.json"):
         value = _json_object(folder / name).get("eos_token_id")
-        if isinstance(value, int):
-            return frozenset({value})
-        if isinstance(value, list) and value and all(isinstance(item, int) for item in value):
-            return frozenset(value)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID,
+                f"eos_token_id of {folder / name} must be an integer or a list, got {value!r}",
+            )
+        if ids:
+            return frozenset(ids)
+    return frozenset()
+
+
+def _ends(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> frozenset[int]:
+    """What the configuration says, then the tokenizer's own end token."""
+    configured = configured_ends(folder)
     index = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
-    return frozenset() if index is None else frozenset({index})
+    return configured if configured or index is None else frozenset({index})
 
 
 class Detokenizer:

@@ -150,10 +150,12 @@ async def _exchange(site: Site, exchange: Exchange) -> None:
         error = InternalFault(
             ErrorCode.INTERNAL, f"the server failed on this request ({type(caught).__name__}); see its log"
         )
-    if error is not None:
-        exchange.facts.update(outcome=outcome_of(error), code=error.code.value)
-        await _report(exchange, error)
-    _account(site, exchange, caller, begun)
+    try:
+        if error is not None:
+            exchange.facts.update(outcome=outcome_of(error), code=error.code.value)
+            await _report(exchange, error)
+    finally:  # also when there is nobody left to hear of it
+        _account(site, exchange, caller, begun)
 
 
 async def _report(exchange: Exchange, error: LoraplexError) -> None:

@@ -21,9 +21,10 @@ from typing import Any, Final
 
 import msgspec
 
+from loraplex.catalog.records import DEFAULT_NAMESPACE
 from loraplex.core.errors import CallerError, ErrorCode
 
-DEFAULT_TENANT: Final = "default"
+DEFAULT_TENANT: Final = DEFAULT_NAMESPACE
 _TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 

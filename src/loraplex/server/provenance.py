@@ -36,6 +36,7 @@ from loraplex.core.messages import EngineSampling, TokenBinding
 from loraplex.identity.binding import RequestBinding, SlotBinding
 from loraplex.identity.canonical import digest
 from loraplex.identity.generations import GenerationVector, encode
+from loraplex.runtime.tasks import reported
 
 _log: Final = logging.getLogger(__name__)
 BATCH: Final = 512
@@ -183,6 +184,7 @@ class Provenance:
     _since_prune: int = PRUNE_EVERY
     _task: asyncio.Task[None] | None = None
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def add(self, record: RequestRecord) -> None:
         """Remember a record; it is written soon. Never waits."""
@@ -194,7 +196,9 @@ class Provenance:
         self._queue.append(record)
         self._wake.set()
         if self._task is None:
-            self._task = asyncio.create_task(self._write_always())
+            self._task = reported(
+                asyncio.create_task(self._write_always()), _log, "request records are no longer written"
+            )
 
     async def find(self, request_id: str, tenant: str | None) -> list[RequestRecord]:
         """Records of a request id, the newest first; raises `request_not_found` when there are none."""
@@ -215,21 +219,25 @@ class Provenance:
 
     async def flush(self) -> None:
         """Write everything that waits; raises `catalog_unavailable` and keeps it when that fails."""
-        while self._queue:
-            batch = [self._queue[index] for index in range(min(BATCH, len(self._queue)))]
-            await self.off_loop(functools.partial(self.log.write, batch))
-            for _ in batch:
-                self._queue.popleft()
-            self._since_prune += len(batch)
-        if self._since_prune >= PRUNE_EVERY:
-            self._since_prune = 0
-            await self.off_loop(lambda: self.log.prune(time.time_ns() // 1_000_000))
+        async with self._writing:
+            while self._queue:
+                batch = [self._queue[index] for index in range(min(BATCH, len(self._queue)))]
+                await self.off_loop(functools.partial(self.log.write, batch))
+                for _ in batch:
+                    self._queue.popleft()
+                self._since_prune += len(batch)
+            if self._since_prune >= PRUNE_EVERY:
+                self._since_prune = 0
+                await self.off_loop(lambda: self.log.prune(time.time_ns() // 1_000_000))
 
     async def close(self) -> None:
         """Write what waits, once, and stop."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            async with (
+                self._writing
+            ):  # a batch under way is written whatever is cancelled here: twice, if not waited for
+                self._task.cancel()
+                await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
         try:
             await self.flush()

@@ -163,15 +163,18 @@ async def _drain(service: Service, listener: Listener, announcer: Announcer) -> 
     if client.open_requests:
         announcer.say(f"stopping: {client.open_requests} open requests have {bound_s:g} s to finish")
     try:
-        await asyncio.wait_for(client.drained(), bound_s)
+        async with asyncio.timeout(bound_s):
+            await client.drained()
     except TimeoutError:
         _log.warning("%d requests are ended after %g s", client.open_requests, bound_s)
         client.abort_all(
             CapacityError(ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one")
         )
     try:
-        await asyncio.wait_for(service.quiet(), FLUSH_S)
+        async with asyncio.timeout(FLUSH_S):
+            await service.quiet()
     except TimeoutError:
         _log.warning("some answers were not taken within %g s", FLUSH_S)
     with contextlib.suppress(TimeoutError):  # a client that never finished its headers
-        await asyncio.wait_for(listener.stop(), CLOSE_S)
+        async with asyncio.timeout(CLOSE_S):
+            await listener.stop()
