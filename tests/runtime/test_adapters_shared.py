@@ -239,6 +239,26 @@ def test_a_servers_own_swap_keeps_its_pin(tmp_path: Path, drain: bool, seen_firs
     run(tmp_path, test)
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_pin_follows_to_a_revision_that_another_name_has_too(tmp_path: Path, known: bool) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        here, there = server(), server()
+        await here.service.add("a", "x")
+        await here.service.pin("a")
+        await (here if known else there).service.add("b", "y")
+        await there.service.refresh()
+        await there.service.swap("a", "y")
+        await here.service.refresh()
+        await here.service.settled()
+        assert pins(here) == {key("y"): 1}
+        await there.service.swap("a", "x")  # back to what it was, which is read once more or still here
+        await here.service.refresh()
+        await here.service.settled()
+        assert pins(here) == {key("x"): 1}
+
+    run(tmp_path, test)
+
+
 @pytest.mark.parametrize("end", ["unpin", "remove"])
 def test_a_pin_that_was_given_up_does_not_come_back(tmp_path: Path, end: str) -> None:
     async def test(server: Callable[[], Server]) -> None:

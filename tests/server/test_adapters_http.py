@@ -125,13 +125,17 @@ def test_vllm_calls(tmp_path: Path) -> None:
         assert error_of(await front.http.post("/v1/load_lora_adapter", json=load)) == (
             400,
             "adapter_exists",
-            "alias",
+            "lora_name",
         )
         assert error_of(await front.http.post("/v1/load_lora_adapter", json={**load, "lora_name": BASE}))[:2] == (
             400, "adapter_exists",
         )  # fmt: skip
         assert error_of(await front.http.post("/v1/load_lora_adapter", json={"lora_name": "a"})) == (
             400, "invalid_request", "lora_path",
+        )  # fmt: skip
+        outside = {"lora_name": "b", "lora_path": "/etc"}
+        assert error_of(await front.http.post("/v1/load_lora_adapter", json=outside)) == (
+            403, "adapter_source_forbidden", "lora_path",
         )  # fmt: skip
         again = {**load, "lora_path": front.source("two"), "load_inplace": True}
         assert (await front.http.post("/v1/load_lora_adapter", json=again)).status_code == 200
@@ -143,8 +147,8 @@ def test_vllm_calls(tmp_path: Path) -> None:
             200,
             "Success: LoRA adapter 'a' removed successfully.",
         )
-        assert error_of(await front.http.post("/v1/unload_lora_adapter", json={"lora_name": "a"}))[:2] == (
-            404, "adapter_not_found",
+        assert error_of(await front.http.post("/v1/unload_lora_adapter", json={"lora_name": "a"})) == (
+            404, "adapter_not_found", "lora_name",
         )  # fmt: skip
 
     run(tmp_path, test)
@@ -177,7 +181,12 @@ def test_names_that_cannot_be(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
         assert error_of(await front.http.post("/v1/adapters/b/pin"))[:2] == (404, "adapter_not_found")
         assert error_of(await front.http.post("/v1/adapters/b/sing"))[:2] == (404, "not_found")
-        assert error_of(await put(front, "a b", front.source("one"))) == (400, "invalid_request", "alias")
+        for name in ("a b", "a/", "a//b", "/a"):
+            assert error_of(await put(front, name, front.source("one"))) == (
+                400,
+                "invalid_request",
+                "alias",
+            ), name
 
     run(tmp_path, test)
 

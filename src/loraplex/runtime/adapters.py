@@ -323,26 +323,34 @@ class AdapterService:
         changes = await self.off_loop(lambda: self._catalog.store.changes(view.generation))
         for key in changes.revoked:
             self.controls.forbid(key)
+        moved: list[Revision] = []
         for superseded in view.apply(changes):
             self._held.retire_later(superseded.key)
-            await self._follow_pin((superseded.namespace, superseded.alias))
+            current = view.now((superseded.namespace, superseded.alias))
+            if await self._follow_pin((superseded.namespace, superseded.alias), current):
+                moved += [] if current is None else [current]
         for key in changes.revoked:
             await self._held.revoked(key, self.controls.revoke)
             if key in self._held.failures:
                 _log.error("revoking %s was refused by the engine: %s", key[:12], self._held.failures[key])
         for error in changes.damaged_grants:
             _log.error("an authorisation record is ignored: %s", error)
-        self._reading.later(revision for revision in self._catalog if revision.key not in before)
+        new = (revision for revision in self._catalog if revision.key not in before)
+        self._reading.later(new, moved)
 
-    async def _follow_pin(self, place: tuple[str, str]) -> None:
-        """Somebody else moved an alias: its pin leaves the old revision and, once the new one is read, takes that."""
-        current = self._catalog.view.now(place)
-        if self.controls.pinned_key(place) not in (None, None if current is None else current.key):
-            self._pinned_elsewhere.add(place)
-            try:
-                await self.controls.unpin(place)
-            except LoraplexError as error:
-                _log.error("the pin of adapter %s could not leave its old revision: %s", place[1], error)
+    async def _follow_pin(self, place: tuple[str, str], current: Revision | None) -> bool:
+        """Somebody else moved an alias: its pin leaves the old revision and, once the new one is read, takes that.
+
+        Whether it has to.
+        """
+        if self.controls.pinned_key(place) in (None, None if current is None else current.key):
+            return False
+        self._pinned_elsewhere.add(place)
+        try:
+            await self.controls.unpin(place)
+        except LoraplexError as error:
+            _log.error("the pin of adapter %s could not leave its old revision: %s", place[1], error)
+        return True
 
     async def follow(self, every_s: float = FOLLOW_EVERY_S) -> None:
         """Keep seeing what other servers publish, until cancelled. A catalog that does not answer is asked again."""

@@ -105,7 +105,10 @@ class ImageStore:
                 os.replace(temporary, path)
             _sync_directory(self._directory)
         except OSError as error:
-            raise _failed(f"image {image.kernel_digest:.16} cannot be stored: {error.strerror}") from error
+            raise _failed(
+                f"image {image.kernel_digest:.16} cannot be stored: {error.strerror}; look at the disk behind "
+                "LORAPLEX_CACHE, or behind TMPDIR for an LLM"
+            ) from error
         return path
 
     def adopt(self, image: AdapterImage, threads: int = 1) -> Path:

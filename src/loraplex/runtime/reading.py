@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 from loraplex.catalog.records import Revision
@@ -113,9 +113,13 @@ class Reading:
                 if not self._named(revision.key):
                     self._held.retire_later(revision.key)
 
-    def later(self, revisions: Iterable[Revision]) -> None:
-        """Queue revisions that were never read here. One at a time, so that a request never waits for many."""
+    def later(self, revisions: Iterable[Revision], moved: Sequence[Revision] = ()) -> None:
+        """Queue revisions that were never read here. One at a time, so that a request never waits for many.
+
+        moved: revisions after which `then` is due although another name may have had them read before.
+        """
         self._unread += [revision for revision in revisions if revision.key not in self._held.known]
+        self._unread += moved
         if self._unread and self._reader is None:
             self._reader = reported(
                 asyncio.create_task(self._read_all()),

@@ -6,7 +6,8 @@ Specification: DESIGN 5 "HTTP".
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -230,16 +231,27 @@ async def put_limits(call: Call) -> None:
     await call.exchange.answer(_limits(call, limits, pages))
 
 
+@contextmanager
+def _vllm_names() -> Iterator[None]:
+    """A refusal names the field as the caller sent it."""
+    try:
+        yield
+    except CallerError as error:
+        error.param = {"alias": "lora_name", "source": "lora_path"}.get(error.param or "", error.param)
+        raise
+
+
 async def load_lora_adapter(call: Call) -> None:
     """vLLM's call: register a new name. One that is taken is refused unless it is to be replaced; then it is swapped."""
     call.caller.require_admin()
     request = decode(await call.exchange.body(), LoadLoraAdapter)
     call.service.require_ready()
-    source = permitted(request.lora_path, call.service.config.adapter_dirs)
     adapters = call.service.adapters
     change = adapters.put if request.load_inplace else adapters.add
-    tenant, alias = adapters.target(request.lora_name, call.caller.tenant)
-    revision = await change(alias, source, tenant=tenant, actor=call.caller.name)
+    with _vllm_names():
+        source = permitted(request.lora_path, call.service.config.adapter_dirs)
+        tenant, alias = adapters.target(request.lora_name, call.caller.tenant)
+        revision = await change(alias, source, tenant=tenant, actor=call.caller.name)
     call.exchange.facts["model"] = revision.name
     await _success(call, f"Success: LoRA adapter '{revision.alias}' added successfully.")
 
@@ -249,8 +261,9 @@ async def unload_lora_adapter(call: Call) -> None:
     call.caller.require_admin()
     request = decode(await call.exchange.body(), UnloadLoraAdapter)
     call.service.require_ready()
-    owned = _owned(call, request.lora_name)
-    revision = await call.service.adapters.remove(owned.alias, owned.namespace, call.caller.name)
+    with _vllm_names():
+        owned = _owned(call, request.lora_name)
+        revision = await call.service.adapters.remove(owned.alias, owned.namespace, call.caller.name)
     await _success(call, f"Success: LoRA adapter '{revision.alias}' removed successfully.")
 
 
