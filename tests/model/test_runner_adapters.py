@@ -259,9 +259,15 @@ class Rig:
             targets = tuple(sorted(set(made.modules[:, 1].tolist())))
             self.mailbox.inbox.append(
                 RegisterAdapter(
-                    call, name, made.kernel_digest, len(made.pages), ranks, targets, made.pages.nbytes,
+                    call,
+                    name,
+                    made.kernel_digest,
+                    len(made.pages),
+                    ranks,
+                    targets,
+                    made.pages.nbytes,
                     size_class_for(kv.page_bytes, made.pages.shape[1]),
-                )  # fmt: skip
+                )
             )
 
     def submit(self, name: str, tokens: list[int], adapter: str | None, count: int) -> None:

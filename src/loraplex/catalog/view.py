@@ -48,6 +48,12 @@ class CatalogView:
         self.generation = changes.generation
         return superseded
 
+    def ahead(self, state: AliasState) -> list[Revision]:
+        """See one change before those that came between; the generation stays, so that they, and it again, are still to
+        come. Returns what is no longer current."""
+        old = self._set(state)
+        return [] if old is None else [old]
+
     def get(self, namespace: str, alias: str) -> Revision | None:
         """Current revision of an alias in a namespace; raises its error when its record is damaged."""
         place = (namespace, alias)

@@ -58,7 +58,9 @@ class Metrics:
         )
         self._pages = Gauge("loraplex_pages", "Pages of the pool by state.", ["state"], registry=registry)
         self._page_bytes = Gauge("loraplex_page_bytes", "Size of a page.", registry=registry)
-        self._slabs = Gauge("loraplex_slab_bytes", "Bytes of slab pages by state.", ["state"], registry=registry)
+        self._slabs = Gauge(
+            "loraplex_slab_bytes", "Bytes of slab pages by state.", ["state"], registry=registry
+        )
         self._adapters = Gauge("loraplex_adapters", "Adapters by residency.", ["state"], registry=registry)
         self._steps = Gauge("loraplex_engine_steps", "Steps committed by the engine.", registry=registry)
         self._host = Gauge(
