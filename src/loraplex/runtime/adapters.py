@@ -125,17 +125,34 @@ class AdapterService:
 
     @asynccontextmanager
     async def serving(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> AsyncIterator[Revision]:
-        """`bind`, with the engine ready for the revision. A name that is not known may have been published elsewhere
-        a moment ago: the catalog is asked once more before it is refused.
-        """
-        if self._catalog.shared:
-            try:
-                self._catalog.resolve(name, tenant)
-            except CallerError:
-                await self.refresh()
-        with self.bind(name, tenant) as revision:
+        """`find_revision` and hold, with the engine ready for the revision."""
+        revision = await self.find_revision(name, tenant)
+        with self._held.bound(revision.key):
             await self.ready(revision)
             yield revision
+
+    async def find_revision(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
+        """`resolve`, and `alias@revision` of a superseded revision, as the catalog recorded it.
+
+        A name that is not known may have been published elsewhere a moment ago: a shared catalog is asked once more before
+        it is refused. Raises `model_not_found`, `adapter_revoked`.
+        """
+        try:
+            return self._catalog.resolve(name, tenant)
+        except CallerError:
+            if self._catalog.shared:
+                await self.refresh()
+        try:
+            return self._catalog.resolve(name, tenant)
+        except CallerError:
+            place = self._catalog.view.superseded(tenant, name)
+            if place is None:
+                raise
+            store = self._catalog.store
+            found = await self.off_loop(lambda: store.superseded(*place))
+            if found is None:
+                raise
+        return found
 
     async def ready(self, revision: Revision) -> None:
         """Have the engine know a revision, reading it first where this process never did. See `Reading.ready`."""
