@@ -146,10 +146,8 @@ class AdapterService:
             return self._catalog.resolve(name, tenant)
         except CallerError:
             place = self._catalog.view.superseded(tenant, name)
-            if place is None:
-                raise
             store = self._catalog.store
-            found = await self.off_loop(lambda: store.superseded(*place))
+            found = await self.off_loop(lambda: store.superseded(*place)) if place is not None else None
             if found is None:
                 raise
         return found
@@ -171,15 +169,9 @@ class AdapterService:
             return await self._publish(draft, prepared, Mode.ADD, None)
 
     async def swap(
-        self,
-        alias: str,
-        source: str,
-        expected: int | None = None,
-        tenant: str = DEFAULT_NAMESPACE,
-        actor: str = OPERATOR,
-        *,
-        drain: bool = False,
-    ) -> Revision:
+        self, alias: str, source: str, expected: int | None = None, tenant: str = DEFAULT_NAMESPACE,
+        actor: str = OPERATOR, *, drain: bool = False,
+    ) -> Revision:  # fmt: skip
         """Publish a new revision of an alias. expected: the revision to replace; another one is a conflict.
 
         The new one is on the device before the alias moves, if the old one is; `pool_exhausted` where there is no room
@@ -192,15 +184,9 @@ class AdapterService:
             return await self._publish(draft, prepared, Mode.SWAP, expected, drain=drain)
 
     async def put(
-        self,
-        alias: str,
-        source: str,
-        expected: int | None = None,
-        tenant: str = DEFAULT_NAMESPACE,
-        actor: str = OPERATOR,
-        *,
-        drain: bool = False,
-    ) -> Revision:
+        self, alias: str, source: str, expected: int | None = None, tenant: str = DEFAULT_NAMESPACE,
+        actor: str = OPERATOR, *, drain: bool = False,
+    ) -> Revision:  # fmt: skip
         """`add` a new alias, `swap` a known one; with `expected`, only a known one."""
         self._check_put(alias, expected, tenant)
         async with self._prepared(source) as prepared, self._held.change:
@@ -271,14 +257,8 @@ class AdapterService:
         return await change.run(self._commit(change, draft, prepared, mode, expected, drain))
 
     async def _commit(
-        self,
-        change: Unbroken,
-        draft: Draft,
-        prepared: PreparedAdapter,
-        mode: Mode,
-        expected: int | None,
-        drain: bool,
-    ) -> Revision:
+        self, change: Unbroken, draft: Draft, prepared: PreparedAdapter, mode: Mode, expected: int | None, drain: bool
+    ) -> Revision:  # fmt: skip
         store, key = self._catalog.store, prepared.identity.semantic
         place = (draft.namespace, draft.alias)
         current = self._catalog.get(draft.alias, draft.namespace)
@@ -446,8 +426,7 @@ class AdapterService:
 
     def kernel_of(self, key: str) -> str | None:
         """Kernel digest under which the engine holds an adapter, by semantic digest."""
-        prepared = self._held.known.get(key)
-        return None if prepared is None else prepared.register.kernel_digest
+        return self._held.kernel_of(key)
 
     async def settled(self) -> None:
         """Wait until nothing is on its way into or out of the engine."""
