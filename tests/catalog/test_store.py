@@ -205,6 +205,38 @@ def test_names_of_tenants() -> None:
     assert [name for name, _ in view.visible("acme")] == ["default/shared", "own", "shared"]
 
 
+def test_an_earlier_revision_is_named_by_who_may_use_its_alias_and_ends_with_a_removal(
+    opened: Opener,
+) -> None:
+    catalog = AdapterCatalog(store=opened())
+    for number, mode in ((1, Mode.ADD), (2, Mode.SWAP), (3, Mode.SWAP)):
+        catalog.publish(draft("a", number, namespace="acme"), mode)
+    view, store = catalog.view, catalog.store
+    assert view.superseded("acme", "a@2") == ("acme", "a", 2)
+    for tenant, name in (
+        ("acme", "a"), ("acme", "a@3"), ("acme", "a@4"), ("acme", "a@0"), ("acme", "a@02"), ("acme", "a@x"),
+        ("acme", "a@" + "1" * 30), ("acme", "b@1"), ("globex", "a@2"), ("globex", "acme/a@2"),
+    ):  # fmt: skip
+        assert view.superseded(tenant, name) is None, (tenant, name)
+    catalog.grant(Grant("acme", "a", "globex", (Right.LIST, Right.USE)))
+    assert view.superseded("globex", "acme/a@2") == ("acme", "a", 2)
+    found = store.superseded("acme", "a", 2)
+    assert found is not None
+    assert (found.name, found.key) == ("a@2", artifact(2).semantic)
+    assert store.superseded("acme", "a", 9) is None
+    store.revoke(artifact(2).semantic)
+    refused(ErrorCode.ADAPTER_REVOKED, lambda: store.superseded("acme", "a", 2))
+    catalog.refresh()
+    catalog.remove("a", "acme")
+    catalog.publish(draft("a", 4, namespace="acme"), Mode.ADD)
+    assert view.superseded("acme", "a@1") == ("acme", "a", 1)
+    assert store.superseded("acme", "a", 1) is None
+    with pytest.raises(
+        LoraplexError, match="was superseded or removed and is not held; its current revision is 4"
+    ):
+        view.resolve("acme", "a@1")
+
+
 def test_a_revoked_artifact_loses_every_name_for_good(opened: Opener) -> None:
     here, there = AdapterCatalog(store=opened()), AdapterCatalog(store=opened())
     for alias, number, namespace in (("a", 1, "default"), ("b", 1, "acme"), ("c", 2, "default")):

@@ -194,6 +194,10 @@ def test_adapters_are_added_swapped_and_removed(root: Path) -> None:
         tuned = llm.generate([PROMPTS[0]], "a", greedy())[0]
         check_greedy(tuned, "rslora", 10)
         assert tuned.adapter == "a@2"
+        with pytest.raises(
+            CallerError, match="superseded or removed and is not held; its current revision is 2"
+        ):
+            llm.generate([PROMPTS[0]], "a@1", greedy())
         with pytest.raises(CallerError) as conflict:
             llm.swap_adapter("a", root / "plain", expected=1)
         assert conflict.value.code is ErrorCode.ADAPTER_REVISION_CONFLICT

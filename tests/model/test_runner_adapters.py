@@ -21,11 +21,12 @@ from loraplex.artifact.convert import to_image
 from loraplex.artifact.load import load_adapter
 from loraplex.artifact.tensors import Dtype
 from loraplex.core.events import AdapterTransition, Event, RequestPreempted
-from loraplex.core.layout import AdapterImage, Geometry, PageGeometry
+from loraplex.core.layout import AdapterImage, Geometry, PageGeometry, size_class_for
 from loraplex.core.messages import RegisterAdapter, Submit
 from loraplex.engine.config import EngineLimits
 from loraplex.engine.step import Engine
 from loraplex.model.base import BaseWeights
+from loraplex.model.copies import SteppedCopies
 from loraplex.model.decoder import Decoder
 from loraplex.model.runner import ModelRunner, allocate_pool
 from loraplex.runtime.base import base_modules
@@ -149,6 +150,27 @@ def test_an_adapter_whose_bytes_differ_is_not_intact_and_cannot_be_published(
     driver.step([], deltas=publish(driver, 1, 8))
 
 
+def test_a_replay_that_is_ahead_of_its_copies_publishes_what_arrived_intact_and_nothing_else(
+    root: Path, model: Decoder
+) -> None:
+    """A plan may publish a copy that this runner has not finished: it is waited for, and checked, before anything is visible."""
+    driver = Driver(model, pages=400)
+    driver.runner._residents._copies = copies = SteppedCopies(driver.runner.table, 0, 0)
+    good, other = (image(root, model, name, driver.kv.page_bytes) for name in ("all-r4", "qv-r3"))
+    pages = other.pages.copy()
+    pages[-1, 3] ^= 1
+    for slot, made in ((1, good), (2, replace(other, pages=pages)), (3, good)):
+        assert driver.load(made, slot, 7).copied.tolist() == []
+    both = {"publishes": np.array([[1, 7], [2, 7]], dtype=np.int32)}
+    assert driver.run(driver.plan([], deltas=both)).error_message.startswith("copy_checksum: ")
+    assert driver.runner.table.published.tolist() == [0] * driver.bounds.max_adapter_slots
+    result = driver.step([], deltas=publish(driver, 1, 7))
+    assert sorted(result.copied.tolist()) == [[1, 7, 1], [2, 7, 0]]
+    assert driver.step([], deltas=publish(driver, 3, 7)).copied.tolist() == [[3, 7, 1]]
+    assert driver.runner.table.published.tolist()[:4] == [0, 7, 0, 7]
+    assert copies.ended() == []
+
+
 def test_an_image_that_is_not_there_fails_its_copy_and_nothing_else(root: Path, model: Decoder) -> None:
     driver = Driver(model, pages=400)
     good = image(root, model, "qv-r3", driver.kv.page_bytes)
@@ -250,7 +272,14 @@ class Rig:
             targets = tuple(sorted(set(made.modules[:, 1].tolist())))
             self.mailbox.inbox.append(
                 RegisterAdapter(
-                    call, name, made.kernel_digest, len(made.pages), ranks, targets, made.pages.nbytes
+                    call,
+                    name,
+                    made.kernel_digest,
+                    len(made.pages),
+                    ranks,
+                    targets,
+                    made.pages.nbytes,
+                    size_class_for(kv.page_bytes, made.pages.shape[1]),
                 )
             )
 

@@ -104,6 +104,40 @@ def test_a_restart_serves_what_was_published_and_reads_it_once(tmp_path: Path) -
     run(tmp_path, test)
 
 
+def test_a_superseded_revision_is_read_again_where_it_was_never_read_and_leaves_with_its_requests(
+    tmp_path: Path,
+) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        before = server()
+        await before.service.add("a", "x")
+        await before.service.swap("a", "y")
+        after = server()
+        assert await asyncio.gather(*(enter(after, "a@1") for _ in range(3)), enter(after, "a")) == [
+            "a@1"
+        ] * 3 + ["a@2"]
+        await after.service.settled()
+        assert sorted(after.reading.read) == ["x", "y"]
+        assert sorted(after.engine.sent) == sorted([("+", key("x")), ("-", key("x")), ("+", key("y"))])
+        async with after.service.serving("a@1") as held:
+            await after.service.swap("a", "z")  # the name moves on; what the request is bound to stays
+            assert held.key == key("x")
+            assert ("-", key("x")) not in after.engine.sent[3:]
+        await after.service.settled()
+        assert after.engine.sent[-1] == ("-", key("x"))
+        other = server()
+        await other.service.swap("a", "x")  # and by the name again: it is current, and stays
+        await refused(ErrorCode.MODEL_NOT_FOUND, after, "a@5")
+        assert await enter(after, "a@1") == "a@1"
+        await after.service.settled()
+        assert after.engine.sent[-1] != ("-", key("x"))
+        await other.service.revoke("a")
+        await refused(
+            ErrorCode.MODEL_NOT_FOUND, after, "a@2"
+        )  # the revocation took the name, and its history with it
+
+    run(tmp_path, test)
+
+
 async def enter(server: Server, name: str) -> str:
     async with server.service.serving(name) as revision:
         return revision.name

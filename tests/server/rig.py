@@ -135,6 +135,7 @@ class FakeEngine:
     def figures(self) -> dict[str, Any]:
         return {
             "pages": {"total": 9, "free": 5, "reserved": 0, "adapter": 2, "kv": 2, "page_bytes": 4096},
+            "slabs": {"free_bytes": 0, "reserved_bytes": 0, "owned_bytes": 0, "tail_bytes": 0},
             "requests": {"running": len(self.running), "waiting": 0, "live": len(self.running)},
             "limits": {
                 "adapter_pages": 9,
@@ -154,6 +155,7 @@ class FakeEngine:
                     "key": k,
                     "state": "idle",
                     "device_pages": m.pages,
+                    "device_bytes": m.pages * 4096,
                     "leases": 0,
                     "pinned": False,
                     "removing": False,

@@ -79,8 +79,53 @@ def test_swap_by_compare_and_set(tmp_path: Path) -> None:
         assert error_of(await put(front, "b", front.source("one"), expected_revision=1))[:2] == (
             404, "adapter_not_found",
         )  # fmt: skip
-        assert error_of(await front.complete(model="a@1"))[:2] == (404, "model_not_found")
         assert front.engine.of(RemoveAdapter)[0].key == first["semantic_digest"]
+
+    run(tmp_path, test)
+
+
+def test_a_superseded_revision_is_served_by_its_number_as_long_as_its_source_has_it(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        source = front.source("one")
+        first = (await put(front, "a", source)).json()
+        second = (await put(front, "a", front.source("two"))).json()
+        await front.adapters.settled()
+        assert set(front.engine.resident) == {second["semantic_digest"]}
+        for _ in range(2):
+            answer = await front.complete(model="a@1")
+            assert answer.status_code == 200
+            assert answer.headers["x-loraplex-model"] == "a@1"
+            assert answer.headers["x-loraplex-semantic-digest"] == first["semantic_digest"]
+            await front.adapters.settled()  # it leaves with the last request that names it
+            assert set(front.engine.resident) == {second["semantic_digest"]}
+        assert (await front.http.get("/v1/models/a@1")).json()["id"] == "a@1"
+        assert (await front.complete(model="a")).headers["x-loraplex-model"] == "a@2"
+        for name in ("a@0", "a@3", "a@01", "a@-1", "a@1.0", "a@", "a@x", "a@" + "9" * 40, "b@1", "a@\u0661"):
+            assert error_of(await front.complete(model=name))[:2] == (404, "model_not_found"), name
+        assert front.source("one", "other bytes") == source
+        assert error_of(await front.complete(model="a@1"))[1] == "adapter_source_changed"
+        assert (await front.complete(model="a")).status_code == 200
+
+    run(tmp_path, test)
+
+
+def test_a_revision_that_was_revoked_or_removed_is_not_served_by_its_number(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        for text in ("one", "two", "three"):
+            await put(front, "a", front.source(text))
+        await put(front, "b", front.source("one"))
+        assert (await front.http.post("/v1/adapters/b/revoke")).status_code == 200
+        assert error_of(await front.complete(model="a@1"))[1] == "adapter_revoked"
+        assert (await front.complete(model="a@2")).status_code == 200
+        await front.http.delete("/v1/adapters/a")
+        assert error_of(await front.complete(model="a@2"))[:2] == (404, "model_not_found")
+        assert (await put(front, "a", front.source("four"))).json()["revision"] == 4
+        refused = await front.complete(
+            model="a@2"
+        )  # the removal took it away, also from the name that came back
+        assert error_of(refused)[:2] == (404, "model_not_found")
+        assert "superseded or removed" in refused.json()["error"]["message"]
+        assert (await front.complete(model="a@4")).status_code == 200
 
     run(tmp_path, test)
 

@@ -9,8 +9,9 @@ Specification: 0x07F; DESIGN 4 "Leases".
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from loraplex.catalog.changes import (
     ANYTHING,
@@ -33,11 +34,12 @@ from loraplex.catalog.records import (
 from loraplex.catalog.rows import AliasState
 from loraplex.catalog.store import CatalogStore
 from loraplex.catalog.view import CatalogView
-from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 
 if TYPE_CHECKING:
     from loraplex.runtime.prepare import PreparedAdapter
 
+_log: Final = logging.getLogger(__name__)
 __all__ = ["DEFAULT_NAMESPACE", "AdapterCatalog", "Revision", "draft_of"]
 
 
@@ -166,6 +168,7 @@ class AdapterCatalog:
         """Publish into the store, then let look-ups see it. See `CatalogStore.publish`."""
         old, new = self.store.publish(draft, mode, expected)
         self.published(new)
+        self._catch_up(new.generation)
         return old, new
 
     def published(self, new: Revision) -> list[Revision]:
@@ -176,11 +179,16 @@ class AdapterCatalog:
         """Take an alias away; it is unknown at once."""
         revision, generation = self.store.remove(namespace, alias)
         self.removed(revision, generation)
+        self._catch_up(generation)
         return revision
 
     def removed(self, revision: Revision, generation: int) -> list[Revision]:
         """Let look-ups see a removal that the store has recorded; returns what is no longer current."""
         return self._see(generation, AliasState(revision.namespace, revision.alias, revision.revision, None))
+
+    def gone(self, revision: Revision) -> list[Revision]:
+        """Let look-ups see a removal before everything that the store has recorded; returns what is no longer current."""
+        return self.view.ahead(AliasState(revision.namespace, revision.alias, revision.revision, None))
 
     def revoke(self, key: str) -> list[Revision]:
         """Take every name of a semantic digest away, for good; what the names were."""
@@ -193,10 +201,18 @@ class AdapterCatalog:
         self.store.grant(record)
         self.refresh()
 
+    def _catch_up(self, generation: int) -> None:
+        """See what others published before a change of ours; the change stands, whether or not that can be read."""
+        if self.view.generation < generation:
+            try:
+                self.refresh()
+            except LoraplexError as error:
+                _log.error("what others published is not seen yet: %s", error)
+
     def _see(self, generation: int, state: AliasState) -> list[Revision]:
-        """Apply one change of our own; where others published in between, everything since."""
+        """Apply one change of our own. What others published in between is for the next `refresh`."""
         if generation <= self.view.generation:
             return []  # a refresh has seen it
         if generation == self.view.generation + 1:
             return self.view.apply(Changes(generation, (state,)))
-        return self.refresh()
+        return self.view.ahead(state)

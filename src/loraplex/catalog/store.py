@@ -227,6 +227,36 @@ class CatalogStore:
             row = connection.execute(revision_rows().where(*where)).mappings().one_or_none()
             return None if row is None else read_revision(row)
 
+    def superseded(self, namespace: str, alias: str, number: int) -> Revision | None:
+        """An earlier revision of an alias that stands for something, to be served by its number.
+
+        None where there is none, or where the alias was removed after it: a removal takes what was there away, also when
+        the alias is published again. Raises `adapter_revoked`, and `catalog_record_invalid` when damaged.
+        """
+        where = (
+            revisions.c.namespace == namespace,
+            revisions.c.alias == alias,
+            revisions.c.revision == number,
+        )
+        removed = select(func.max(publications.c.generation)).where(
+            publications.c.namespace == namespace,
+            publications.c.alias == alias,
+            publications.c.kind == Kind.REMOVE.value,
+        )
+        with self.database.reading() as connection:
+            row = connection.execute(revision_rows().where(*where)).mappings().one_or_none()
+            found = None if row is None else read_revision(row)
+            if found is None or found.generation < (connection.execute(removed).scalar_one() or 0):
+                return None
+            ended = select(revoked.c.semantic).where(revoked.c.semantic == found.key)
+            if connection.execute(ended).first() is not None:
+                raise CallerError(
+                    ErrorCode.ADAPTER_REVOKED,
+                    f"{found.name} was revoked; name another revision",
+                    param="model",
+                )
+        return found
+
     def history(self, namespace: str, alias: str) -> list[Revision]:
         """All revisions of an alias, the newest first."""
         where = (revisions.c.namespace == namespace, revisions.c.alias == alias)

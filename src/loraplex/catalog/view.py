@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from loraplex.catalog.changes import Changes
 from loraplex.catalog.records import ANY, DEFAULT_NAMESPACE, Grant, Revision, Right
@@ -18,6 +19,7 @@ from loraplex.catalog.rows import AliasState
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 
 Place = tuple[str, str]
+MAX_REVISION_DIGITS: Final = 9
 
 
 class CatalogView:
@@ -47,6 +49,12 @@ class CatalogView:
                 self._grants.setdefault(grant.tenant, []).append(grant)
         self.generation = changes.generation
         return superseded
+
+    def ahead(self, state: AliasState) -> list[Revision]:
+        """See one change before those that came between; the generation stays, so that they, and it again, are still to
+        come. Returns what is no longer current."""
+        old = self._set(state)
+        return [] if old is None else [old]
 
     def get(self, namespace: str, alias: str) -> Revision | None:
         """Current revision of an alias in a namespace; raises its error when its record is damaged."""
@@ -120,10 +128,24 @@ class CatalogView:
         revision = self.find(tenant, alias, Right.USE)
         if revision is None or (at and number != str(revision.revision)):
             known = f"; its current revision is {revision.revision}" if revision is not None else ""
-            raise CallerError(
-                ErrorCode.MODEL_NOT_FOUND, f"model {name!r} does not exist{known}", param="model"
-            )
+            what = "does not exist"
+            if self.superseded(tenant, name) is not None:
+                what = "was superseded or removed and is not held"
+            raise CallerError(ErrorCode.MODEL_NOT_FOUND, f"model {name!r} {what}{known}", param="model")
         return revision
+
+    def superseded(self, tenant: str, name: str) -> tuple[str, str, int] | None:
+        """(namespace, alias, revision) where a tenant's `alias@revision` names an earlier revision than the current one.
+
+        None for everything else, also for what the tenant may not use.
+        """
+        alias, _, number = name.partition("@")
+        if not number.isascii() or not number.isdecimal() or len(number) > MAX_REVISION_DIGITS:
+            return None
+        current = self.find(tenant, alias, Right.USE)
+        if current is None or number != str(int(number)) or not 0 < int(number) < current.revision:
+            return None
+        return current.namespace, current.alias, int(number)
 
     def visible(self, tenant: str) -> list[tuple[str, Revision]]:
         """(name for this tenant, revision) of everything that it may list, by name."""

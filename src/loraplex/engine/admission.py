@@ -25,7 +25,14 @@ LOOKAHEAD: Final = 64
 """Queue heads that one step looks at."""
 
 MAX_SKIPS: Final = 256
-"""Steps that a cold request may be passed over for lack of pages before younger ones wait for it."""
+"""Steps with a free place among the running ones that a cold request may be passed over in, for lack of pages, before
+younger ones wait for it. Steps without such a place let nobody in and do not count.
+
+About the steps of one answer: what ran when it was first passed over has mostly ended by then, so whoever holds the pages
+now came after it. From then on nobody younger is admitted and running requests only end: it waits for the longest answer
+that runs and no longer, whatever arrives. Fewer would hold back requests that need no load for one that a finished answer
+would have let in anyway. `tests/engine/test_starvation.py` counts both.
+"""
 
 
 class Outcome(StrEnum):

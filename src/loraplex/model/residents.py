@@ -63,12 +63,7 @@ class Residents:
 
     def apply(self, plan: BatchPlan) -> None:
         """Carry out what `check` accepted, start its copies, and move those under way on."""
-        for slot, generation in plan.publishes.tolist():
-            if self._table.published[slot] != generation:
-                self._copies.complete(
-                    slot, generation
-                )  # live it has ended; a replay may be ahead of its copies
-                self._table.publish(slot, generation)
+        self._publish(plan)
         for slot, generation in plan.retires.tolist():
             if self._held.get(slot) == generation:
                 self._table.retire(slot, generation)
@@ -90,6 +85,26 @@ class Residents:
                 self._unreported.append((plan.generation, (slot, generation, 0)))
         self._copies.advance(plan.rows == 0)
         self._note_ended(plan.generation)
+
+    def _publish(self, plan: BatchPlan) -> None:
+        """Make copies visible that have ended and are intact: all that the plan names, or none.
+
+        Live they have ended long ago; a replay may be ahead of its copies, and waits for them here. A copy that does not
+        arrive intact in a replay raises `copy_checksum`: what was served from it cannot be run again.
+        """
+        fresh = [(s, g) for s, g in plan.publishes.tolist() if self._table.published[s] != g]
+        for slot, generation in fresh:
+            self._copies.complete(slot, generation)
+        if fresh:
+            self._note_ended(plan.generation)
+        for slot, generation in fresh:
+            if self._held.get(slot) != generation:
+                raise InternalFault(
+                    ErrorCode.COPY_CHECKSUM,
+                    f"adapter slot {slot} did not arrive intact at generation {generation} and is not published",
+                )
+        for slot, generation in fresh:
+            self._table.publish(slot, generation)
 
     def report(self, plan: int) -> I32:
         """(slot, generation, intact) of copies that have ended by this plan and were not reported yet, int32 [n, 3].

@@ -4,7 +4,8 @@ int64 addresses [slots, layers, 7, (A, B)] in elements from the pool's start, ra
 [slots, layers, 7]. A factor that lies in one extent has its address; one that is split over pages has
 -(1 + first) instead, and one address for each rank row in `row_list[first:]`. Vectors g and c have float32 element
 addresses in `vectors`. Reads no factor, owns no page: it is told by whoever publishes. A slot is written before any
-launch may name it and cleared after the last one (0x04E, 0x05E).
+launch may name it and cleared after the last one (0x04E, 0x05E). Room for the addresses of split factors is taken when a
+slot is installed: where there is none, or a factor is cut in a way that kernels do not read, the load fails and no step.
 
 Specification: 0x06E (ranks against extents), DESIGN 4 "One page pool".
 """
@@ -120,29 +121,60 @@ class FactorTable:
         self.generations = np.zeros(slots, dtype=np.int64)
         self._free = [(0, split_rows)]
         self._held: dict[int, tuple[int, int]] = {}
+        self._installed: dict[int, list[ModuleFactors]] = {}
 
     @classmethod
     def mirror_of(cls, table: AdapterTable, split_rows: int | None = None) -> FactorTable:
-        """An empty mirror of an adapter table; `sync` fills it. split_rows: None for what the table's pool can hold."""
+        """The mirror of an adapter table from now on; `sync` fills it. split_rows: None for what the table's pool can hold."""
         if split_rows is None:  # a factor of at most MAX_RANK rows is split only where it fills a page
             split_rows = min(table.pool.shape[0] * MAX_RANK, MAX_SPLIT_ROWS)
         dims = table.modules.dims
         shapes = [dims.get(module, (1, 1)) for module in LAYER_MODULES]
-        return cls(
+        mirror = cls(
             table.max_slots, table.modules.layers, [d_in for d_in, _ in shapes], [d_out for _, d_out in shapes],
             table.dtype.itemsize, table.pool.device, split_rows,
         )  # fmt: skip
+        table.watch(mirror)
+        return mirror
+
+    def installed(self, slot: int, resident: ResidentAdapter) -> None:
+        """Take room for a slot that is being installed; raises `operator_layout`, with nothing changed, where it cannot be."""
+        modules = module_factors(resident)
+        listed: list[int] = []
+        seen: set[tuple[int, int]] = set()
+        for entry in modules:
+            self._check_entry(entry, seen)
+            self._sides(entry, listed)
+        free, held = list(self._free), self._held.pop(slot, None)
+        if held is not None:
+            self._give_back(*held)
+        try:
+            if listed:
+                self._take(slot, len(listed))
+        except InternalFault:
+            self._free = free
+            if held is not None:
+                self._held[slot] = held
+            raise
+        self._installed[slot] = modules
+
+    def emptied(self, slot: int) -> None:
+        """Give the room of a slot back that was retired, or was never published. Its entry is cleared by the next `sync`."""
+        self._installed.pop(slot, None)
+        if slot in self._held:
+            self._give_back(*self._held.pop(slot))
 
     def sync(self, table: AdapterTable) -> None:
         """Follow what was published and retired since the last call; enqueued on the current stream."""
         for slot in np.flatnonzero(self.generations != table.published).tolist():
-            self.clear(slot)
+            self._zero(slot)
             if table.published[slot]:
-                self.write(slot, module_factors(table.adapter(slot)))
+                self.write(slot, self._installed[slot])
             self.generations[slot] = table.published[slot]
 
     def write(self, slot: int, modules: Sequence[ModuleFactors]) -> None:
-        """Fill an empty slot. Copies are enqueued on the current stream, so launches enqueued later see all of it."""
+        """Fill an empty slot, in room that it holds or that is taken now. Copies are enqueued on the current stream, so
+        launches enqueued later see all of it."""
         self._check_slot(slot)
         shape = (self.layers, MODULES)
         addresses, vectors = np.zeros((*shape, 2), np.int64), np.zeros((*shape, 2), np.int64)
@@ -157,14 +189,12 @@ class FactorTable:
             self._check_entry(entry, seen)
             at = (entry.layer, entry.module)
             ranks[at], scales[at] = entry.rank, entry.scale
-            sides = ((entry.a, self.d_in[entry.module]), (entry.b, self.d_out[entry.module]))
-            for side, (extents, width) in enumerate(sides):
-                addresses[(*at, side)] = self._address(entry, extents, width, listed)
+            addresses[at] = self._sides(entry, listed)
             flags[at] = HAS_G * (entry.g >= 0) + HAS_C * (entry.c >= 0) + HAS_H * (entry.h >= 0)
             for index, offset in enumerate((entry.g, entry.c)):
                 vectors[(*at, index)] = max(offset, 0) // VECTOR_ITEMSIZE
         if listed:
-            first = self._take(slot, len(listed))
+            first = self._held[slot][0] if slot in self._held else self._take(slot, len(listed))
             addresses[addresses < 0] -= first
             self._send(self.row_list[first : first + len(listed)], np.array(listed, dtype=np.int64))
         self.max_ranks[slot] = ranks.max(axis=0, initial=0)
@@ -184,13 +214,20 @@ class FactorTable:
 
     def clear(self, slot: int) -> None:
         """Empty a slot: rank 0 everywhere, so that a stale launch adds nothing. The slot may be empty already."""
+        self._zero(slot)
+        self.emptied(slot)
+
+    def _zero(self, slot: int) -> None:
         self._check_slot(slot)
         for target in (self.ranks, self.max_ranks_device, self.flags, self.addresses):
             target[slot].zero_()
         self.max_ranks[slot] = 0
         self.has_vectors[slot] = False
-        if slot in self._held:
-            self._give_back(*self._held.pop(slot))
+
+    def _sides(self, entry: ModuleFactors, listed: list[int]) -> tuple[int, int]:
+        """Addresses of A and B; those of split factors are -(1 + first) into `listed`, to which their rows are added."""
+        a = self._address(entry, entry.a, self.d_in[entry.module], listed)
+        return a, self._address(entry, entry.b, self.d_out[entry.module], listed)
 
     def _address(
         self, entry: ModuleFactors, extents: Sequence[tuple[int, int, int]], width: int, listed: list[int]

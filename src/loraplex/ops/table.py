@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -127,6 +127,18 @@ class ResidentAdapter:
         return tuple(out)
 
 
+class Mirror(Protocol):
+    """What follows a table for kernels that do not read it themselves."""
+
+    def installed(self, slot: int, resident: ResidentAdapter) -> None:
+        """A slot is about to be installed; raises what makes that impossible, with nothing changed."""
+        ...
+
+    def emptied(self, slot: int) -> None:
+        """A slot is empty."""
+        ...
+
+
 class AdapterTable:
     """Slots 1 to max_slots - 1 over one page pool; slot 0 is the base and stays empty.
 
@@ -154,6 +166,7 @@ class AdapterTable:
         """Advances whenever a slot changes, for kernels that mirror the table."""
         self.kernel_state: object | None = None
         """What a kernel family keeps for this table from step to step."""
+        self._mirror: Mirror | None = None
         self._last = np.zeros(max_slots, dtype=np.int64)
         self._adapters: list[ResidentAdapter | None] = [None] * max_slots
         # Bytes of each page by the slot that holds them.
@@ -176,7 +189,7 @@ class AdapterTable:
         """Bind `slot` to pages that hold the image, in its page order. Reads no factor; nothing can use it yet.
 
         size_class, block: above class 0, the image is this block of its one page, and of that page nothing else is its.
-        Raises `operator_layout`, `operator_rank_unsupported`, `plan_page_table` (a page that is null, outside the
+        Raises `operator_layout` (also where a mirror has no room), `operator_rank_unsupported`, `plan_page_table` (a page that is null, outside the
         pool or named twice, bytes that another slot holds), `stale_slot_generation` (the slot is still published).
         """
         self._check_slot(slot)
@@ -189,11 +202,21 @@ class AdapterTable:
         offset, width = self.block_span(size_class, block)
         tables = check_image(image, self.modules, self.dtype.itemsize, width, pages.size)
         self._check_unheld(slot, pages, offset, offset + width)
+        resident = self._resident(tables, pages, offset)
+        if self._mirror is not None:
+            self._mirror.installed(slot, resident)
         self._leave(slot)
-        self._adapters[slot] = self._resident(tables, pages, offset)
+        self._adapters[slot] = resident
         for page in pages.tolist():
             self._held.setdefault(page, {})[slot] = (offset, offset + width)
         self.revision += 1
+
+    def watch(self, mirror: Mirror) -> None:
+        """Tell a mirror of what is installed and emptied from now on, instead of an earlier one; raises as `installed` does."""
+        for slot, adapter in enumerate(self._adapters):
+            if adapter is not None:
+                mirror.installed(slot, adapter)
+        self._mirror = mirror
 
     def publish(self, slot: int, generation: int) -> None:
         """Make an installed slot usable under a generation later than any it had; raises `stale_slot_generation`."""
@@ -220,6 +243,8 @@ class AdapterTable:
                 f"adapter slot {slot} holds generation {published}, not {generation}, and cannot be retired as that",
             )
         self._leave(slot)
+        if self._mirror is not None:
+            self._mirror.emptied(slot)
         self.published[slot] = 0
         self.revision += 1
 

@@ -32,6 +32,7 @@ from loraplex.runtime.held import HeldAdapters
 from loraplex.runtime.prepare import PreparedAdapter
 from loraplex.runtime.reading import Prepare, Reading
 from loraplex.runtime.tasks import reported
+from loraplex.runtime.unbroken import Unbroken, to_its_end
 
 _log: Final = logging.getLogger(__name__)
 FOLLOW_EVERY_S: Final = 0.5
@@ -125,17 +126,32 @@ class AdapterService:
 
     @asynccontextmanager
     async def serving(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> AsyncIterator[Revision]:
-        """`bind`, with the engine ready for the revision. A name that is not known may have been published elsewhere
-        a moment ago: the catalog is asked once more before it is refused.
-        """
-        if self._catalog.shared:
-            try:
-                self._catalog.resolve(name, tenant)
-            except CallerError:
-                await self.refresh()
-        with self.bind(name, tenant) as revision:
+        """`find_revision` and hold, with the engine ready for the revision."""
+        revision = await self.find_revision(name, tenant)
+        with self._held.bound(revision.key):
             await self.ready(revision)
             yield revision
+
+    async def find_revision(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
+        """`resolve`, and `alias@revision` of a superseded revision, as the catalog recorded it.
+
+        A name that is not known may have been published elsewhere a moment ago: a shared catalog is asked once more before
+        it is refused. Raises `model_not_found`, `adapter_revoked`.
+        """
+        try:
+            return self._catalog.resolve(name, tenant)
+        except CallerError:
+            if self._catalog.shared:
+                await self.refresh()
+        try:
+            return self._catalog.resolve(name, tenant)
+        except CallerError:
+            place = self._catalog.view.superseded(tenant, name)
+            store = self._catalog.store
+            found = await self.off_loop(lambda: store.superseded(*place)) if place is not None else None
+            if found is None:
+                raise
+        return found
 
     async def ready(self, revision: Revision) -> None:
         """Have the engine know a revision, reading it first where this process never did. See `Reading.ready`."""
@@ -152,15 +168,9 @@ class AdapterService:
         )
 
     async def swap(
-        self,
-        alias: str,
-        source: str,
-        expected: int | None = None,
-        tenant: str = DEFAULT_NAMESPACE,
-        actor: str = OPERATOR,
-        *,
-        drain: bool = False,
-    ) -> Revision:
+        self, alias: str, source: str, expected: int | None = None, tenant: str = DEFAULT_NAMESPACE,
+        actor: str = OPERATOR, *, drain: bool = False,
+    ) -> Revision:  # fmt: skip
         """Publish a new revision of an alias. expected: the revision to replace; another one is a conflict.
 
         The new one is on the device before the alias moves, if the old one is; `pool_exhausted` where there is no room
@@ -172,15 +182,9 @@ class AdapterService:
         )  # fmt: skip
 
     async def put(
-        self,
-        alias: str,
-        source: str,
-        expected: int | None = None,
-        tenant: str = DEFAULT_NAMESPACE,
-        actor: str = OPERATOR,
-        *,
-        drain: bool = False,
-    ) -> Revision:
+        self, alias: str, source: str, expected: int | None = None, tenant: str = DEFAULT_NAMESPACE,
+        actor: str = OPERATOR, *, drain: bool = False,
+    ) -> Revision:  # fmt: skip
         """`add` a new alias, `swap` a known one; with `expected`, only a known one."""
         return await self._change(
             Mode.PUT, (tenant, alias), source, actor,
@@ -228,16 +232,30 @@ class AdapterService:
 
     async def remove(self, alias: str, tenant: str = DEFAULT_NAMESPACE, actor: str = OPERATOR) -> Revision:
         """Take an alias away. It is unknown at once; its adapter leaves the engine when nothing uses it any more."""
-        store = self._catalog.store
         async with self._held.change:
-            old, generation = await self.off_loop(lambda: store.remove(tenant, alias, actor))
-            if generation != self.generation + 1:
-                await self.refresh()
-            for superseded in self._catalog.removed(old, generation):
-                self._held.retire_later(superseded.key)
-            self._pinned_elsewhere.discard((tenant, alias))
+            return await to_its_end(self._remove(alias, tenant, actor))
+
+    async def _remove(self, alias: str, tenant: str, actor: str) -> Revision:
+        """Under the change lock. Raises only where the alias is still there: what fails afterwards is logged."""
+        store = self._catalog.store
+        old, generation = await self.off_loop(lambda: store.remove(tenant, alias, actor))
+        if generation > self.generation + 1:
+            await self._refresh_after(old.name, "removed")
+        for superseded in self._catalog.removed(old, generation):
+            self._held.retire_later(superseded.key)
+        self._pinned_elsewhere.discard((tenant, alias))
+        try:
             await self.controls.unpin((tenant, alias))
-            return old
+        except LoraplexError as error:
+            _log.error("%s is removed, the engine kept its pin: %s", old.name, error)
+        return old
+
+    async def _refresh_after(self, name: str, what: str) -> None:
+        """See what others published before a change of our own; without an answer that change is seen alone."""
+        try:
+            await self.refresh()
+        except LoraplexError as error:
+            _log.error("%s is %s; what others published is not seen yet: %s", name, what, error)
 
     async def _publish(
         self,
@@ -248,30 +266,41 @@ class AdapterService:
         *,
         drain: bool = False,
     ) -> Revision:
-        """Register, have it on the device where the old one is, publish, retire: in this order, under the change lock."""
+        """Register, have it on the device where the old one is, publish, retire: in this order, under the change lock.
+
+        A cancellation before the publication undoes everything; one that comes later is raised when all of it is done.
+        """
+        change = Unbroken()
+        return await change.run(self._commit(change, draft, prepared, mode, expected, drain))
+
+    async def _commit(
+        self, change: Unbroken, draft: Draft, prepared: PreparedAdapter, mode: Mode, expected: int | None, drain: bool
+    ) -> Revision:  # fmt: skip
         store, key = self._catalog.store, prepared.identity.semantic
         place = (draft.namespace, draft.alias)
-        await self._held.register(prepared)
         current = self._catalog.get(draft.alias, draft.namespace)
         beside = (
             nullcontext() if current is None else self.controls.swapping(place, current.key, key, drain=drain)
         )
         try:
+            await self._held.register(prepared)
             async with beside:
+                change.commit()
                 _, new = await self.off_loop(lambda: store.publish(draft, mode, Expectation(expected)))
                 if new.generation <= self.generation + 1:
                     for superseded in self._catalog.published(new):
                         self._held.retire_later(superseded.key)
-        except LoraplexError:  # no room beside the old one, or another server won the race
+        except (
+            BaseException
+        ):  # no room beside the old one, another server won the race, or nobody waits any more
             await self._held.unregister(key)
             raise
         if self.controls.pinned_key(place) == key:
             self._pinned_elsewhere.discard(place)
         if new.generation > self.generation:  # others published in between
-            try:
-                await self.refresh()
-            except LoraplexError as error:  # published all the same: the next refresh sees it
-                _log.error("%s is published but not seen yet: %s", new.name, error)
+            await self._refresh_after(new.name, "published")
+            for superseded in self._catalog.published(new):
+                self._held.retire_later(superseded.key)
         return new
 
     async def pin(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
@@ -279,14 +308,15 @@ class AdapterService:
         revision = self._catalog.current(alias, tenant)
         await self.ready(revision)
         async with self._held.change:
-            await self.controls.pin((tenant, alias), self._catalog.current(alias, tenant).key)
+            key = self._catalog.current(alias, tenant).key
+            await to_its_end(self.controls.pin((tenant, alias), key))
 
     async def unpin(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
         """Let an alias be evicted again."""
         async with self._held.change:
             self._catalog.current(alias, tenant)
             self._pinned_elsewhere.discard((tenant, alias))
-            await self.controls.unpin((tenant, alias))
+            await to_its_end(self.controls.unpin((tenant, alias)))
 
     async def prefetch(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> None:
         """Load an alias on speculation; `pool_exhausted` where that would take what requests will want."""
@@ -305,14 +335,22 @@ class AdapterService:
 
         caller: the tenant that asks, None for the operator; `forbidden` when names of other namespaces would go.
         """
-        store = self._catalog.store
         async with self._held.change:
             key = self._catalog.current(alias, tenant).key
-            gone = await self.off_loop(lambda: store.revoke(key, actor, caller))
-            await self.refresh()
-            if key in self._held.failures:
-                raise self._held.failures[key]
-            return gone
+            return await to_its_end(self._revoke(key, actor, caller))
+
+    async def _revoke(self, key: str, actor: str, caller: str | None) -> list[Revision]:
+        """Under the change lock. Revoked is revoked, also where the catalog does not answer afterwards."""
+        store = self._catalog.store
+        gone = await self.off_loop(lambda: store.revoke(key, actor, caller))
+        await self._refresh_after(key[:12], "revoked")
+        if not self.controls.forbidden(key):  # the refresh had no answer
+            for revision in gone:
+                self._catalog.gone(revision)
+            await self._held.revoked(key, self.controls.revoke)
+        if key in self._held.failures:
+            raise self._held.failures[key]
+        return gone
 
     # Other servers, other runs
 
@@ -378,7 +416,9 @@ class AdapterService:
         place = (revision.namespace, revision.alias)
         if place in self._pinned_elsewhere:
             self._pinned_elsewhere.discard(place)
-            await self.pin(revision.alias, revision.namespace)
+            async with self._held.change:
+                if self._catalog.view.now(place) == revision:
+                    await to_its_end(self.controls.pin_kept(place, revision.key))
 
     async def restore(self) -> dict[str, LoraplexError]:
         """Register everything with a restarted engine. Returns what could not be, by alias."""
@@ -413,8 +453,7 @@ class AdapterService:
 
     def kernel_of(self, key: str) -> str | None:
         """Kernel digest under which the engine holds an adapter, by semantic digest."""
-        prepared = self._held.known.get(key)
-        return None if prepared is None else prepared.register.kernel_digest
+        return self._held.kernel_of(key)
 
     async def settled(self) -> None:
         """Wait until nothing is on its way into or out of the engine."""

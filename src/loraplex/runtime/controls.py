@@ -26,7 +26,9 @@ from loraplex.core.messages import (
 )
 
 _log: Final = logging.getLogger(__name__)
-_HAS_NONE: Final = (ErrorCode.ADAPTER_NOT_FOUND, ErrorCode.ENGINE_DIED, ErrorCode.ENGINE_UNAVAILABLE)
+_GONE: Final = (ErrorCode.ENGINE_DIED, ErrorCode.ENGINE_UNAVAILABLE)
+"""What is said for an engine that died or was stopped: its successor knows nothing and gets it from `restore`."""
+_HAS_NONE: Final = (ErrorCode.ADAPTER_NOT_FOUND, *_GONE)
 """What an engine says that does not have an adapter, or that is gone with all of them."""
 Name = tuple[str, str]
 """Namespace and alias."""
@@ -63,11 +65,24 @@ class ResidencyControls:
             await self._engine.call(PinAdapter(0, key, True))
             self._pins[name] = key
 
+    async def pin_kept(self, name: Name, key: str) -> None:
+        """`pin`, where an engine that is gone does not take the pin with it: the next one is told of it by `restore`."""
+        try:
+            await self.pin(name, key)
+        except LoraplexError as error:
+            if error.code not in _GONE:
+                raise
+            self._pins[name] = key
+
     async def unpin(self, name: Name) -> None:
-        """Take the alias's pin away, if it has one."""
+        """Take the alias's pin away, if it has one. An engine that is gone has none any more."""
         key = self._pins.pop(name, None)
         if key is not None:
-            await self._engine.call(PinAdapter(0, key, False))
+            try:
+                await self._engine.call(PinAdapter(0, key, False))
+            except LoraplexError as error:
+                if error.code not in _GONE:
+                    raise
 
     async def prefetch(self, key: str) -> None:
         """Load on speculation; `pool_exhausted` where that would take what requests will want."""
@@ -86,6 +101,10 @@ class ResidencyControls:
         except LoraplexError as error:
             if error.code not in _HAS_NONE:
                 raise
+
+    def forbidden(self, key: str) -> bool:
+        """Whether an adapter was revoked, as far as this server knows."""
+        return key in self._revoked
 
     def require_not_revoked(self, key: str) -> None:
         """Raise `adapter_revoked` for what was revoked."""
@@ -146,7 +165,7 @@ class ResidencyControls:
             with _logged(name):
                 await self.unpin(name)
             with _logged(name):
-                await self.pin(name, new)
+                await self.pin_kept(name, new)
 
     async def restore(self) -> None:
         """Give limits and pins to an engine that has started anew; a pin that it refuses is logged and lost."""
@@ -155,7 +174,7 @@ class ResidencyControls:
         pins, self._pins = self._pins, {}
         for name, key in pins.items():
             with _logged(name):
-                await self.pin(name, key)
+                await self.pin_kept(name, key)
 
 
 @contextmanager

@@ -50,6 +50,11 @@ class HeldAdapters:
         """Whether the engine has it."""
         return key in self._registered
 
+    def kernel_of(self, key: str) -> str | None:
+        """Kernel digest of an adapter that was prepared here."""
+        prepared = self.known.get(key)
+        return None if prepared is None else prepared.register.kernel_digest
+
     @contextmanager
     def bound(self, key: str) -> Iterator[None]:
         """A request needs the adapter until the context ends."""

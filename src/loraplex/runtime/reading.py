@@ -1,4 +1,4 @@
-"""Revisions that this process has never read: those of an earlier run, and those that another server published.
+"""Revisions that this process has not read: of an earlier run, of another server, and superseded ones that are named again.
 
 Each is read from its source when it is asked for, or one at a time in the background, by one task however many ask; and
 it is served only if its digest is the recorded one. Never publishes. Specification: 0x01G; DESIGN 4 "Identity".
@@ -89,6 +89,8 @@ class Reading:
         if known is not None:
             async with self._held.change:
                 await self._held.register(known)
+                if not self._named(revision.key):
+                    self._held.retire_later(revision.key)
             return
         content = revision.content
         work = self._prepare(revision.source) if content is None else self._prepare(revision.source, content)

@@ -109,9 +109,9 @@ async def list_models(call: Call) -> None:
 async def get_model(call: Call) -> None:
     """One model by base name, alias or alias@revision."""
     name = unquote(call.rest)
-    revision = (
-        None if name == call.service.base_name else call.service.adapters.resolve(name, call.caller.tenant)
-    )
+    revision = None
+    if name != call.service.base_name:
+        revision = await call.service.adapters.find_revision(name, call.caller.tenant)
     await call.exchange.answer(_model(call, name, revision))
 
 
