@@ -26,6 +26,6 @@ def test_a_kernel_that_is_left_out_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     for part in ("adapter_kernels", "step_kernels", "sampling_kernels"):
         monkeypatch.setattr(every_kernel, part, lambda: None)
         monkeypatch.setattr(getattr(every_kernel, part), "__name__", part)
-    with pytest.raises(AssertionError, match="not launched: .*cut_kernel.*shrink_kernel"):
+    with pytest.raises(AssertionError, match=r"not launched: .*cut_kernel.*shrink_kernel"):
         every_kernel.main()
     assert not isinstance(draw_kernels.cut_kernel, every_kernel.Noted)
