@@ -175,7 +175,8 @@ def load(
     json: also write the rows to this file.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from loraplex.bench.load import LoadOptions, as_json, run_load, table
+    from loraplex.bench.load import as_json, run_load, table
+    from loraplex.bench.load_engine import LoadOptions
 
     if min(repeats, cold, running, burst) < 1 or not ranks:
         raise CallerError(
