@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from loraplex.bench.load_engine import push_out
 from loraplex.bench.shapes import ATTENTION, LLAMA_8B, SEVEN, AdapterMix, SyntheticImages, write_shape
 from loraplex.config import EngineConfig
 from loraplex.core.errors import ErrorCode, InternalFault, error_for
@@ -31,7 +32,6 @@ from loraplex.core.messages import (
     Submit,
     Tokens,
 )
-from loraplex.memory.residency import AdapterState
 from loraplex.runtime.build import BuiltEngine, build_engine
 from loraplex.runtime.clock import MonotonicClock
 from loraplex.runtime.images import ImageStore
@@ -281,11 +281,7 @@ class DeviceBench:
         """Push every adapter off the device and out of host memory; limits are as before afterwards."""
         before = self._call(SetLimits(0))
         self._call(SetLimits(0, adapter_pages=0, host_bytes=0))
-        while not self.built.engine.idle or self._mailbox.pending:
-            self.built.engine.step()
-        adapters = {entry["state"] for entry in self._call(Inspect(0))["adapters"]}
-        if adapters - {AdapterState.ABSENT}:
-            raise InternalFault(ErrorCode.INTERNAL, f"adapters are {adapters} after they were pushed out")
+        push_out(lambda: self._call(Inspect(0)))
         self._call(SetLimits(0, adapter_pages=before["adapter_pages"], host_bytes=before["host_bytes"]))
 
     def _call(self, message: EngineCall) -> dict[str, Any]:

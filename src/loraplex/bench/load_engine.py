@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from loraplex.config import EngineConfig
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.core.messages import Ended, EngineCall, EngineSampling, Reply, SetLimits, Tokens
+from loraplex.core.messages import Ended, EngineCall, EngineSampling, Inspect, Reply, SetLimits, Tokens
+from loraplex.memory.residency import AdapterState
 from loraplex.runtime.base import BaseModel
 from loraplex.runtime.build import BuiltEngine, build_engine
 from loraplex.runtime.clock import MonotonicClock
 from loraplex.runtime.images import ImageStore
 from loraplex.runtime.local import LocalMailbox, NullSink
+
+PUSH_OUT_STEPS: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,10 @@ class Bench:
         """Push every adapter off the device, and with `host` out of host memory too."""
         figures = self.call(SetLimits(0))
         self.call(SetLimits(0, adapter_pages=0, host_bytes=0 if host else None))
-        self.idle()
+        push_out(
+            lambda: self.call(Inspect(0)),
+            (AdapterState.ABSENT, *(() if host else (AdapterState.HOST_READY,))),
+        )
         self.call(SetLimits(0, adapter_pages=figures["adapter_pages"], host_bytes=figures["host_bytes"]))
 
 
@@ -120,3 +127,16 @@ def greedy(max_tokens: int) -> EngineSampling:
         max_tokens=max_tokens, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0,
         presence_penalty=0.0, frequency_penalty=0.0, logit_bias=(), stop_token_ids=(), logprobs=-1, prompt_logprobs=-1,
     )  # fmt: skip
+
+
+def push_out(
+    inspect: Callable[[], dict[str, Any]], until: Sequence[AdapterState] = (AdapterState.ABSENT,)
+) -> None:
+    """Call `inspect` until every adapter is in one of these states, which lowered limits bring about.
+
+    A fetch that was under way when the limits fell still arrives, and leaves in a step after that.
+    """
+    for _ in range(PUSH_OUT_STEPS):
+        if {entry["state"] for entry in inspect()["adapters"]} <= set(until):
+            return
+    raise InternalFault(ErrorCode.INTERNAL, f"adapters stay after {PUSH_OUT_STEPS} steps under limits of 0")

@@ -64,7 +64,7 @@ def twin(store: ImageStore, register: RegisterAdapter) -> RegisterAdapter:
 def register_cold(bench: Bench, messages: Sequence[RegisterAdapter]) -> None:
     """Make adapters known without loading any."""
     limits = bench.call(SetLimits(0))
-    bench.call(SetLimits(0, adapter_pages=0, host_bytes=0))
+    bench.call(SetLimits(0, adapter_pages=0, host_bytes=0))  # under which nothing is fetched
     for message in messages:
         bench.call(message)
     bench.call(SetLimits(0, adapter_pages=limits["adapter_pages"], host_bytes=limits["host_bytes"]))
@@ -97,10 +97,10 @@ def measure_swap(bench: Bench, register: RegisterAdapter, running: int) -> SwapR
     bench.ended = 0
     first = _submit(bench, "old", old.key, running)
     _until_all_answer(bench, first)
-    register_cold_beside = time.perf_counter()
+    asked = time.perf_counter()
     bench.call(new)
     bench.call(LoadAdapter(0, new.key))
-    ms = 1e3 * (time.perf_counter() - register_cold_beside)
+    ms = 1e3 * (time.perf_counter() - asked)
     second = _submit(bench, "new", new.key, running)
     bench.call(RemoveAdapter(0, old.key))
     while bench.ended < len(first) + len(second):
