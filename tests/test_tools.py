@@ -1,13 +1,16 @@
 """The repository's small scripts: evidence of benchmark pages, generated pages, pins."""
 
 import datetime
+import json
+import random
+import sys
 import tomllib
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 import pytest
-from tools import evidence, gen_docs, setup_venv
+from tools import device_check, evidence, gen_docs, setup_venv
 
 ROOT = Path(__file__).resolve().parent.parent
 TODAY = datetime.date(2026, 11, 30)
@@ -87,3 +90,79 @@ def test_every_direct_dependency_has_an_exact_pin() -> None:
         assert setup_venv.pin(name).startswith(name + "==")
     with pytest.raises(SystemExit, match="no pin for nothing-of-this-name"):
         setup_venv.pin("nothing-of-this-name")
+
+
+PROGRAM = """
+import json, sys, time
+if 'fail' in sys.argv: sys.exit(3)
+if 'hang' in sys.argv: time.sleep(600)
+json.dump({'rows': []}, open(sys.argv[1], 'w'))
+"""
+
+
+def small_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stage(name: str, *words: str, cuda: bool = False, limit_s: int = 100) -> device_check.Stage:
+        return device_check.Stage(name, name, limit_s, (sys.executable, "-c", PROGRAM, *words), cuda)
+
+    made = (
+        stage("fails", "fail"),
+        stage("hangs", "hang", limit_s=1),
+        stage("writes", device_check.JSON),
+        stage("device", cuda=True),
+        device_check.Stage("absent", "a program that is not there", 5, ("no-such-program",), cuda=False),
+    )
+    monkeypatch.setattr(device_check, "STAGES", made)
+    monkeypatch.setattr(device_check, "has_cuda", lambda: False)
+
+
+def test_a_device_check_goes_on_after_a_stage_that_fails_or_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_stages(monkeypatch)
+    assert device_check.main(["--out", str(tmp_path), "all"]) == 1
+    found = {row["stage"]: row["result"] for row in json.loads((tmp_path / "summary.json").read_text())}
+    assert found == {
+        "fails": "failed (3)", "hangs": "timed out", "writes": "passed", "device": "skipped", "absent": "skipped",
+    }  # fmt: skip
+    assert json.loads((tmp_path / "writes.json").read_text()) == {"rows": []}
+    assert (tmp_path / "hangs.log").exists()
+    table = capsys.readouterr().out.splitlines()[-5:]
+    assert [line.split()[0] for line in table] == list(found)
+    assert device_check.main(["--out", str(tmp_path), "writes"]) == 0
+
+
+def test_the_stages_of_a_device_check_name_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert device_check.main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    for stage in device_check.STAGES:
+        assert stage.name in listed
+        assert stage.limit_s < 600
+        for word in stage.command:
+            if word.startswith("tests/"):
+                assert (ROOT / word).exists(), word
+    tested = {word for stage in device_check.STAGES for word in stage.command}
+    files = {f"tests/gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert files <= tested, "a device test that no stage runs"
+    with pytest.raises(SystemExit, match="no stage 'magic'"):
+        device_check.main(["magic"])
+
+
+def test_compile_caches_come_back_from_their_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_check, "PIECE_BYTES", 500)
+    caches = [tmp_path / "first", tmp_path / "second", tmp_path / "absent"]
+    (caches[0] / "a" / "b").mkdir(parents=True)
+    (caches[0] / "a" / "b" / "module.so").write_bytes(random.Random(1).randbytes(3000))
+    caches[1].mkdir()
+    (caches[1] / "kernel").write_text("ptx")
+    kept = tmp_path / "kept"
+    assert not device_check.unpack(kept, caches)
+    count = device_check.pack(caches, kept)
+    assert count == len(list(kept.iterdir())) >= 6
+    assert all(path.stat().st_size <= 500 for path in kept.iterdir())
+    there = [tmp_path / "there" / str(index) for index in range(3)]
+    assert device_check.unpack(kept, there)
+    assert (there[0] / "a" / "b" / "module.so").read_bytes() == (
+        caches[0] / "a" / "b" / "module.so"
+    ).read_bytes()
+    assert (there[1] / "kernel").read_text() == "ptx"
+    assert not there[2].exists()

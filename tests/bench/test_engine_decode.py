@@ -7,12 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from loraplex.bench import shapes
 from loraplex.bench.engine_decode import CASES, PROFILED, DeviceBench, EngineCase, device_table, kind_of
 from loraplex.bench.shapes import SEVEN, AdapterMix
 from loraplex.config import EngineConfig
+from loraplex.core.errors import InternalFault
 from loraplex.core.layout import page_checksum
+from loraplex.core.messages import Inspect
 
 TINY = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -45,6 +48,31 @@ def test_rows_of_base_and_adapters(tmp_path: Path) -> None:
     assert bench.step_bytes(cases[1]) - bench.step_bytes(EngineCase(3)) == factors * (1 + 4)
     bench.close()
     assert len(device_table({"rows": [{**asdict(row), "of_roofline": row.of_roofline} for row in rows]})) == 4
+
+
+def test_cold_adapters_come_from_their_files_in_every_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**shapes.SHAPES["llama-3.1-8b"], **TINY}))
+    config = EngineConfig(
+        model=str(tmp_path), images_dir=str(tmp_path / "images"), dtype="float32", load_format="dummy", pool_gb=0.05,
+        loader="process", host_gb=0.05,
+    )  # fmt: skip
+    bench = DeviceBench(config, prompt=5, new=4, stored=True)
+    row = bench.measure(EngineCase(3, AdapterMix(3), cold=True), 2, 1e9)
+    assert row.case == "3 over 3, rank 16, q,k,v,o, all cold"
+    figures = bench._call(Inspect(0))
+    assert figures["host"]["fetches"] >= 3 * 3  # the run that warms up, and two that count
+    bench.close()
+
+
+def test_an_engine_with_its_images_in_memory_refuses_cold_rows(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**shapes.SHAPES["llama-3.1-8b"], **TINY}))
+    config = EngineConfig(
+        model=str(tmp_path), images_dir=str(tmp_path), dtype="float32", load_format="dummy", pool_gb=0.05
+    )
+    bench = DeviceBench(config, prompt=5, new=4)
+    with pytest.raises(InternalFault, match="disk store"):
+        bench.measure(EngineCase(1, AdapterMix(1), cold=True), 1, 1e9)
+    bench.close()
 
 
 def test_synthetic_images_are_small_numbers_with_right_checksums(tmp_path: Path) -> None:

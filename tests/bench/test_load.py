@@ -20,7 +20,7 @@ def test_stages_and_latencies(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as ended:
         cli.main(
             ["bench", "load", str(tmp_path / "base"), "--dtype", "float32", "--ranks", "2", "--repeats", "1",
-             "--cold", "6", "--running", "2", "--pool-gb", "0.05", "--json", str(out)]
+             "--cold", "6", "--running", "2", "--burst", "5", "--pool-gb", "0.05", "--json", str(out)]
         )  # fmt: skip
     assert ended.value.code == 0
     record = json.loads(out.read_text())
@@ -30,6 +30,14 @@ def test_stages_and_latencies(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "undisturbed",
         "while 6 cold adapters load",
     ]
+    stages = {row["stage"]: row for row in record["stages"]}
+    assert stages["convert"]["steps"] == 0
+    assert stages["disk to published"]["steps"] >= stages["host to published"]["steps"] >= 1
+    assert stages["host to published"]["step_cpu_ms"] > 0
+    assert record["burst"]["adapters"] == 5
+    assert record["burst"]["gb_per_s"] > 0
+    assert record["swap"] == {"running": 2, "ms": record["swap"]["ms"], "finished": 4}
+    assert record["swap"]["ms"] > 0
     assert "x undisturbed" in capsys.readouterr().out
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from loraplex import cli
+from loraplex.bench import operators
 from loraplex.bench.operators import OpOptions, popularity, run_ops
 from loraplex.ops.cpu import build
 from loraplex.ops.dispatch import FAMILIES
@@ -66,3 +67,29 @@ def test_what_cannot_be_measured_is_refused(words: list[str], capsys: pytest.Cap
         cli.main(["bench", "ops", *words])
     assert ended.value.code == 2
     assert "config_invalid" in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_installed_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("loraplex.bench.op_peers.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "ops", "--family", "vllm", "--batch", "1", "--rank", "2"])
+    assert ended.value.code == 2
+    assert "the peer vllm is not installed here" in capsys.readouterr().err
+
+
+def test_operands_are_walked_through_before_they_come_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Factors, inputs and outputs of many layers, and as many weights as a cache does not hold."""
+    monkeypatch.setattr(operators, "CACHE_BYTES", {"cpu": 8_000})
+    options = OpOptions(
+        dtype="float32", batches=(2,), ranks=((2,),), workloads=("identical",), shapes=((24, 40),), repeats=1,
+        families=("segmented",),
+    )  # fmt: skip
+    walked: list[operators.Problem] = []
+    problem = operators._problem
+    monkeypatch.setattr(operators, "_problem", lambda *args: walked.append(problem(*args)) or walked[-1])
+    [row] = run_ops(options, lambda _: None)[0]
+    assert row.rotated_bytes >= 2 * 8_000 - row.rotated_bytes / len(walked[0].x)
+    weights = {weight.data_ptr(): weight.nbytes for weight in walked[0].weights}
+    assert sum(weights.values()) >= min(2 * 8_000, 24 * 40 * 4 * len(walked[0].x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
@@ -150,51 +151,63 @@ def load(
     repeats: int = 5,
     cold: int = 100,
     running: int = 8,
-    pool_gb: float = 2.0,
+    burst: int = 64,
+    pool_gb: float | None = None,
     load_format: Literal["auto", "dummy"] = "auto",
     json: Path | None = None,
 ) -> None:
-    """Cost of a cold adapter by tier, rank and stage, and time between tokens while many load.
+    """Cost of a cold adapter by tier, rank and stage; many at once; a swap under load; time between tokens meanwhile.
+
+    On cuda without a model: Llama-3.1-8B's shapes with random weights.
 
     Parameters
     ----------
-    model: folder; the demo model when left out.
+    model: folder; the demo model on cpu, shapes alone on cuda when left out.
     device: cpu or cuda.
     dtype: element type of weights, KV and factors.
     ranks: ranks of the adapters.
     repeats: timed loads of each row.
     cold: adapters that load while requests run.
     running: requests that run meanwhile.
-    pool_gb: page pool, in GiB; it must hold all cold adapters at once.
+    burst: cold adapters of rank 16 on q, k, v, o that are asked for at once.
+    pool_gb: page pool, in GiB; it must hold all cold adapters at once. 2 on cpu, what is left on cuda when left out.
     load_format: dummy for random weights from config.json alone.
     json: also write the rows to this file.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from loraplex.bench.load import LoadOptions, as_json, run_load, table
+    from loraplex.bench.load import as_json, run_load, table
+    from loraplex.bench.load_engine import LoadOptions
 
-    if repeats < 1 or cold < 1 or running < 1 or not ranks:
+    if min(repeats, cold, running, burst) < 1 or not ranks:
         raise CallerError(
             ErrorCode.CONFIG_INVALID,
-            "repeats, cold and running must be at least 1, and one rank must be given",
+            "repeats, cold, running and burst must be at least 1, and one rank must be given",
         )
-    if model is None:
-        from loraplex.model.gguf import ensure_demo_model
+    if pool_gb is None and device == "cpu":
+        pool_gb = 2.0
+    with TemporaryDirectory(prefix="loraplex-bench-") as name:
+        if model is None and device == "cuda":
+            from loraplex.bench.shapes import LLAMA_8B, write_shape
 
-        model = ensure_demo_model()
-    options = LoadOptions(
-        model, device=device, dtype=dtype, ranks=ranks, repeats=repeats, cold=cold, running=running,
-        pool_gb=pool_gb, load_format=load_format,
-    )  # fmt: skip
-    rows, latencies, rate = run_load(options, print)
-    for line in table(rows):
+            model, load_format = write_shape(LLAMA_8B, Path(name)), "dummy"
+        elif model is None:
+            from loraplex.model.gguf import ensure_demo_model
+
+            model = ensure_demo_model()
+        options = LoadOptions(
+            model, device=device, dtype=dtype, ranks=ranks, repeats=repeats, cold=cold, running=running, burst=burst,
+            pool_gb=pool_gb, load_format=load_format,
+        )  # fmt: skip
+        measured = run_load(options, print)
+    for line in table(measured.stages):
         print(" | ".join(line))
-    first, last = latencies
+    first, last = measured.latencies
     print(
         f"p99 time between tokens: {last.p99_ms / first.p99_ms:.2f} x undisturbed; processor time of the step's "
         f"thread: {last.step_cpu_p99_ms / first.step_cpu_p99_ms:.2f} x"
     )
     if json is not None:
-        json.write_text(as_json(options, rows, latencies, rate) + "\n", encoding="utf-8")
+        json.write_text(as_json(options, measured) + "\n", encoding="utf-8")
 
 
 def _device_decode(repeats: int, profile: bool, only: tuple[int, ...], json: Path | None) -> None:

@@ -14,31 +14,47 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
-from loraplex.bench.shapes import ATTENTION, SEVEN, AdapterMix, SyntheticImages, write_shape
+from loraplex.bench.load_engine import push_out
+from loraplex.bench.shapes import ATTENTION, LLAMA_8B, SEVEN, AdapterMix, SyntheticImages, write_shape
 from loraplex.config import EngineConfig
 from loraplex.core.errors import ErrorCode, InternalFault, error_for
 from loraplex.core.events import Event, IterationCompleted
-from loraplex.core.messages import Ended, EngineSampling, Reply, Submit, Tokens
+from loraplex.core.messages import (
+    Ended,
+    EngineCall,
+    EngineSampling,
+    Inspect,
+    Reply,
+    SetLimits,
+    Submit,
+    Tokens,
+)
 from loraplex.runtime.build import BuiltEngine, build_engine
 from loraplex.runtime.clock import MonotonicClock
+from loraplex.runtime.images import ImageStore
 from loraplex.runtime.local import LocalMailbox
 
 NO_ADAPTERS: Final = AdapterMix(0)
-SHAPE: Final = "llama-3.1-8b"
+SHAPE: Final = LLAMA_8B
 PROMPT_TOKENS: Final = 128
 NEW_TOKENS: Final = 128
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCase:
-    """One row: requests over adapters taken in turn, greedy unless there is a temperature."""
+    """One row: requests over adapters taken in turn, greedy unless there is a temperature.
+
+    cold: no adapter is on the device or in host memory when the requests come; their image files are in the page cache.
+    """
 
     requests: int
     mix: AdapterMix = NO_ADAPTERS
     temperature: float = 0.0
     top_p: float = 1.0
+    cold: bool = False
 
     @property
     def name(self) -> str:
@@ -48,7 +64,9 @@ class EngineCase:
             return f"{self.requests} x base{drawn}"
         ranks = "/".join(str(rank) for rank in self.mix.ranks)
         where = "q,k,v,o" if self.mix.modules == ATTENTION else "all seven"
-        return f"{self.requests} over {self.mix.count}, rank {ranks}, {where}"
+        return (
+            f"{self.requests} over {self.mix.count}, rank {ranks}, {where}{', all cold' if self.cold else ''}"
+        )
 
 
 CASES: Final = (
@@ -57,8 +75,9 @@ CASES: Final = (
     EngineCase(64, AdapterMix(64)), EngineCase(64, AdapterMix(64, modules=SEVEN)),
     EngineCase(64, AdapterMix(64, (8, 16, 32, 64))), EngineCase(256, AdapterMix(64)), EngineCase(256, AdapterMix(256)), EngineCase(1, temperature=0.8, top_p=0.95),
     EngineCase(64, temperature=0.8, top_p=0.95), EngineCase(256, temperature=0.8, top_p=0.95),
+    EngineCase(64, AdapterMix(64), cold=True),
 )  # fmt: skip
-"""The rows of DESIGN 7, then what sampling adds."""
+"""The rows of DESIGN 7, what sampling adds, then cold adapters."""
 PROFILED: Final = (0, 1, 2, 6, 7)
 """Rows of which a profile is worth its time."""
 
@@ -132,17 +151,23 @@ class BatchRun:
 
 
 class DeviceBench:
-    """An engine over a device, and runs of cases on it. prompt, new: tokens of each request."""
+    """An engine over a device, and runs of cases on it. prompt, new: tokens of each request.
 
-    def __init__(self, config: EngineConfig, prompt: int, new: int) -> None:
+    stored: images lie in the disk store, and the loader's process brings them, as in a server; else they are in memory.
+    """
+
+    def __init__(self, config: EngineConfig, prompt: int, new: int, *, stored: bool = False) -> None:
         self.prompt, self.new = prompt, new
         self._mailbox, self._sink = LocalMailbox(), _Sink()
         self._images: SyntheticImages | None = None
-        self.built: BuiltEngine = build_engine(config, self._mailbox, MonotonicClock(), self._sink, self)
+        self._store = ImageStore(config.images_dir) if stored else None
+        source = None if stored else self
+        self.built: BuiltEngine = build_engine(config, self._mailbox, MonotonicClock(), self._sink, source)
         self._images = SyntheticImages(self.built.base)
         self._backend = _TimedBackend(self.built.engine._backend)
         self.built.engine._backend = self._backend
         self._known: set[str] = set()
+        self._calls = 0
         self._rng = np.random.default_rng(1)
         self._serial = 0
 
@@ -157,6 +182,10 @@ class DeviceBench:
 
     def measure(self, case: EngineCase, repeats: int, copy_bytes_per_s: float) -> EngineRow:
         """Median of `repeats` runs after one that is not counted. copy_bytes_per_s: measured rate for the roofline."""
+        if case.cold and self._store is None:
+            raise InternalFault(
+                ErrorCode.INTERNAL, "cold adapters need an engine that loads from the disk store"
+            )
         keys = self.register(case.mix)
         self.batch(case, keys)
         runs: list[tuple[BatchRun, list[IterationCompleted]]] = []
@@ -201,6 +230,8 @@ class DeviceBench:
             if message.key in self._known:
                 continue
             self._known.add(message.key)
+            if self._store is not None:
+                self._store.adopt(self._images.open(message.kernel_digest))
             self._mailbox.post(message)
         while self._mailbox.pending:
             self.built.engine.step()
@@ -211,6 +242,8 @@ class DeviceBench:
 
     def batch(self, case: EngineCase, keys: Sequence[str]) -> BatchRun:
         """One batch from the first prompt to the last token."""
+        if case.cold:
+            self._make_cold()
         engine, vocab = self.built.engine, self.built.base.spec.vocab_size
         sampling = EngineSampling(
             max_tokens=self.new, temperature=case.temperature, top_p=case.top_p, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0,
@@ -243,6 +276,25 @@ class DeviceBench:
         if run.tokens != case.requests * self.new:
             raise InternalFault(ErrorCode.INTERNAL, f"{run.tokens} tokens came for {case.requests} requests")
         return run
+
+    def _make_cold(self) -> None:
+        """Push every adapter off the device and out of host memory; limits are as before afterwards."""
+        before = self._call(SetLimits(0))
+        self._call(SetLimits(0, adapter_pages=0, host_bytes=0))
+        push_out(lambda: self._call(Inspect(0)))
+        self._call(SetLimits(0, adapter_pages=before["adapter_pages"], host_bytes=before["host_bytes"]))
+
+    def _call(self, message: EngineCall) -> dict[str, Any]:
+        """Post a call while nothing else is under way, and step until it is answered."""
+        self._calls += 1
+        self._mailbox.post(msgspec.structs.replace(message, call_id=self._calls))
+        while True:
+            self.built.engine.step()
+            for reply in self._mailbox.take():
+                if isinstance(reply, Reply) and reply.call_id == self._calls:
+                    if reply.code is not None:
+                        raise error_for(ErrorCode(reply.code), reply.message)
+                    return reply.body
 
     @staticmethod
     def _note(run: BatchRun, message: Tokens, now: float) -> None:
@@ -320,15 +372,19 @@ def run_device_decode(
         folder = write_shape(SHAPE, Path(name))
         config = EngineConfig(
             model=str(folder), images_dir=name, device="cuda", dtype="bfloat16", load_format="dummy",
-            max_model_len=8192,
+            max_model_len=8192, loader="process",
         )  # fmt: skip
-        bench = DeviceBench(config, PROMPT_TOKENS, NEW_TOKENS)
+        chosen = sorted([CASES[index] for index in only] or CASES, key=lambda case: case.cold)
+        bench = DeviceBench(config, PROMPT_TOKENS, NEW_TOKENS, stored=chosen[0].cold)
         startup = time.perf_counter() - started
         report(f"engine up in {startup:.1f} s")
         rate = copy_rate("cuda")
         rows = []
         profiles = {}
-        for case in [CASES[index] for index in only] or CASES:
+        for index, case in enumerate(chosen):
+            if index and case.cold and not chosen[index - 1].cold:  # an engine that loads as a server does
+                bench.close()
+                bench = DeviceBench(config, PROMPT_TOKENS, NEW_TOKENS, stored=True)
             profiled = profile and CASES.index(case) in PROFILED
             row = bench.measure(case, repeats, rate)
             rows.append(asdict(row) | {"of_roofline": row.of_roofline})

@@ -9,42 +9,37 @@ from __future__ import annotations
 
 import json
 import platform
-import secrets
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 import numpy as np
 
-from loraplex.config import EngineConfig
+from loraplex.bench.load_engine import Bench, LoadOptions, greedy
+from loraplex.bench.load_many import (
+    BurstRow,
+    SwapRow,
+    measure_burst,
+    measure_swap,
+    register_cold,
+    twin,
+)
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import LAYER_MODULES, Module
-from loraplex.core.layout import AdapterImage, page_checksum
 from loraplex.core.messages import (
     Abort,
-    Ended,
-    EngineCall,
-    EngineSampling,
     LoadAdapter,
     RegisterAdapter,
     RemoveAdapter,
-    Reply,
-    SetLimits,
     Submit,
-    Tokens,
 )
 from loraplex.runtime.base import BaseModel
-from loraplex.runtime.build import BuiltEngine, build_engine
-from loraplex.runtime.clock import MonotonicClock
-from loraplex.runtime.images import ImageStore
-from loraplex.runtime.local import LocalMailbox, NullSink
 
 TARGETS: Final[dict[str, tuple[Module, ...]]] = {
     "q,k,v,o": (Module.Q, Module.K, Module.V, Module.O),
@@ -57,26 +52,11 @@ _PROJECTION: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """What is measured. cold: adapters that load while others run. running: requests that run meanwhile."""
-
-    model: Path
-    device: str = "cpu"
-    dtype: str = "auto"
-    ranks: tuple[int, ...] = (8, 16, 64)
-    targets: tuple[str, ...] = ("q,k,v,o", "all linears")
-    repeats: int = 5
-    cold: int = 100
-    running: int = 8
-    pool_gb: float = 2.0
-    max_model_len: int = 2048
-    steps: int = 120
-    load_format: str = "auto"
-
-
-@dataclass(frozen=True, slots=True)
 class LoadRow:
-    """One stage of one adapter: median milliseconds, the bytes behind it, and the ratio to moving them once."""
+    """One stage of one adapter: median milliseconds, the bytes behind it, and the ratio to moving them once.
+
+    steps, step_cpu_ms: of the engine, and processor time of the thread that steps; 0 where no engine takes part.
+    """
 
     rank: int
     targets: str
@@ -84,6 +64,8 @@ class LoadRow:
     ms: float
     image_bytes: int
     ratio: float
+    steps: float = 0.0
+    step_cpu_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,78 +91,19 @@ TURNS: Final = 3
 STAGES: Final = ("read, verify, hash", "convert", "store", "disk to published", "host to published")
 
 
-class Bench:
-    """A serving engine that this program steps."""
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """Everything that was measured. copy_bytes_per_s: of one thread from host memory to host memory."""
 
-    def __init__(self, options: LoadOptions, held: ExitStack) -> None:
-        self.images = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="loraplex-bench-")))
-        self.store = ImageStore(self.images)
-        self.mailbox = LocalMailbox()
-        config = EngineConfig(
-            model=str(options.model), images_dir=str(self.images), device=options.device, dtype=options.dtype,
-            pool_gb=options.pool_gb, loader="process", load_format=options.load_format, max_model_len=options.max_model_len,
-        )  # fmt: skip
-        self.built: BuiltEngine = build_engine(config, self.mailbox, MonotonicClock(), NullSink())
-        held.callback(self.built.close)
-        self.calls = 0
-        self.replies: dict[int, Reply] = {}
-        self.arrived: list[tuple[str, int]] = []
-        self.step_cpu_ms: list[float] = []
-
-    @property
-    def base(self) -> BaseModel:
-        """What the engine serves."""
-        return self.built.base
-
-    def post(self, message: EngineCall) -> int:
-        """Send a call; its number."""
-        self.calls += 1
-        self.mailbox.post(msgspec.structs.replace(message, call_id=self.calls))
-        return self.calls
-
-    def step(self) -> None:
-        """One step; what came back is sorted."""
-        began = time.thread_time_ns()
-        self.built.engine.step()
-        self.step_cpu_ms.append((time.thread_time_ns() - began) / 1e6)
-        now = time.perf_counter_ns()
-        for message in self.mailbox.take():
-            match message:
-                case Reply():
-                    self.replies[message.call_id] = message
-                case Tokens():
-                    self.arrived += [(message.request_id, now)] * len(message.token_ids)
-                case Ended():
-                    if message.code is not None and message.code != ErrorCode.ABORTED:
-                        raise InternalFault(ErrorCode.INTERNAL, f"a request ended: {message.message}")
-
-    def call(self, message: EngineCall) -> dict[str, Any]:
-        """Send a call and step until it is answered."""
-        number = self.post(message)
-        while number not in self.replies:
-            self.step()
-        reply = self.replies.pop(number)
-        if reply.code is not None:
-            raise InternalFault(ErrorCode.INTERNAL, f"{type(message).__name__} was refused: {reply.message}")
-        return reply.body
-
-    def idle(self) -> None:
-        """Step until nothing is under way."""
-        while not self.built.engine.idle or self.mailbox.pending:
-            self.step()
-
-    def make_cold(self, *, host: bool) -> None:
-        """Push every adapter off the device, and with `host` out of host memory too."""
-        figures = self.call(SetLimits(0))
-        self.call(SetLimits(0, adapter_pages=0, host_bytes=0 if host else None))
-        self.idle()
-        self.call(SetLimits(0, adapter_pages=figures["adapter_pages"], host_bytes=figures["host_bytes"]))
+    stages: list[LoadRow]
+    burst: BurstRow
+    swap: SwapRow
+    latencies: list[LatencyRow]
+    copy_bytes_per_s: float
 
 
-def run_load(
-    options: LoadOptions, report: Callable[[str], None]
-) -> tuple[list[LoadRow], list[LatencyRow], float]:
-    """Measure; returns the stages, the latencies and the copy rate in bytes a second."""
+def run_load(options: LoadOptions, report: Callable[[str], None]) -> LoadReport:
+    """Measure one adapter by stage, many at once, a swap under load, and what loads cost those who run."""
     with ExitStack() as held:
         bench = Bench(options, held)
         rows: list[LoadRow] = []
@@ -193,8 +116,26 @@ def run_load(
                     f"rank {rank} on {targets}: "
                     + ", ".join(f"{row.stage} {row.ms:.1f} ms" for row in rows[-len(STAGES) :])
                 )
+        burst, swap = _many(bench, options, report)
         latencies = _latencies(bench, options, report)
-    return rows, latencies, rate
+    return LoadReport(rows, burst, swap, latencies, rate)
+
+
+def _many(bench: Bench, options: LoadOptions, report: Callable[[str], None]) -> tuple[BurstRow, SwapRow]:
+    """Adapters of rank 16 on q, k, v, o: 27 MB each at 8B shapes."""
+    with tempfile.TemporaryDirectory(prefix="loraplex-adapter-") as name:
+        register = _prepare(bench, write_adapter(Path(name), bench.base, 16, TARGETS["q,k,v,o"]))
+    burst = measure_burst(bench, register, options.burst)
+    report(
+        f"{burst.adapters} cold adapters of {burst.image_bytes / 1e6:.1f} MB at once: {1e3 * burst.seconds:.0f} ms, "
+        f"{burst.gb_per_s:.2f} GB/s, {burst.steps} steps"
+    )
+    swap = measure_swap(bench, register, options.running)
+    report(
+        f"swap beside {swap.running} running requests: published after {swap.ms:.1f} ms, {swap.finished} requests "
+        "finished, none failed"
+    )
+    return burst, swap
 
 
 def copy_rate(nbytes: int) -> float:
@@ -214,7 +155,7 @@ def _stages(bench: Bench, options: LoadOptions, rank: int, targets: str, rate: f
     from loraplex.runtime.prepare import prepare_adapter
 
     base = bench.base
-    times: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    times, cpu, steps = ({stage: list[float]() for stage in STAGES} for _ in range(3))
 
     def timed(stage: str, started: float) -> float:
         now = time.perf_counter()
@@ -238,17 +179,21 @@ def _stages(bench: Bench, options: LoadOptions, rank: int, targets: str, rate: f
     for stage, host in ((STAGES[3], True), (STAGES[4], False)):
         for _ in range(options.repeats):
             bench.make_cold(host=host)
+            bench.step_cpu_ms.clear()
             at = time.perf_counter()
             bench.call(LoadAdapter(0, key))
             timed(stage, at)
+            steps[stage].append(len(bench.step_cpu_ms))
+            cpu[stage].append(sum(bench.step_cpu_ms))
     bench.call(RemoveAdapter(0, key))
     nbytes = prepared.device_bytes
     return [
         LoadRow(
-            rank, targets, stage, (ms := statistics.median(times[stage])), nbytes, ms / (nbytes / rate * 1e3)
+            rank, targets, stage, (ms := statistics.median(times[stage])), nbytes, ms / (nbytes / rate * 1e3),
+            statistics.median(steps[stage] or [0]), statistics.median(cpu[stage] or [0.0]),
         )
         for stage in STAGES
-    ]
+    ]  # fmt: skip
 
 
 def write_adapter(folder: Path, base: BaseModel, rank: int, targets: Sequence[Module], seed: int = 0) -> Path:
@@ -279,12 +224,8 @@ def _latencies(bench: Bench, options: LoadOptions, report: Callable[[str], None]
     with tempfile.TemporaryDirectory(prefix="loraplex-adapter-") as name:
         prepared = _prepare(bench, write_adapter(Path(name), bench.base, 8, TARGETS["all linears"]))
     bench.store.verify(prepared.kernel_digest)
-    cold = [_twin(bench.store, prepared) for _ in range(options.cold)]
-    limits = bench.call(SetLimits(0))
-    bench.call(SetLimits(0, adapter_pages=0, host_bytes=0))  # so that registering loads nothing
-    for message in cold:
-        bench.call(message)
-    bench.call(SetLimits(0, adapter_pages=limits["adapter_pages"], host_bytes=limits["host_bytes"]))
+    cold = [twin(bench.store, prepared) for _ in range(options.cold)]
+    register_cold(bench, cold)
     keys = [message.key for message in cold]
     quiet, loading = _Gaps(), _Gaps()
     for turn in range(TURNS):
@@ -326,25 +267,13 @@ def _prepare(bench: Bench, folder: Path) -> RegisterAdapter:
     return prepare_adapter(folder, bench.base, bench.store).register
 
 
-def _twin(store: ImageStore, register: RegisterAdapter) -> RegisterAdapter:
-    """Another adapter of the same shape in the disk store, with bytes of its own."""
-    image = store.open(register.kernel_digest)
-    pages = np.random.default_rng(secrets.randbits(63)).integers(0, 256, image.pages.shape, dtype=np.uint8)
-    key, kernel = secrets.token_hex(32), secrets.token_hex(32)
-    twin: AdapterImage = replace(
-        image, key=key, kernel_digest=kernel, pages=pages, checksums=page_checksum(pages)
-    )
-    store.put(twin)
-    return msgspec.structs.replace(register, key=key, kernel_digest=kernel)
-
-
 def _run_turn(bench: Bench, options: LoadOptions, turn: str, keys: Sequence[str], gaps: _Gaps) -> None:
     """Let requests run, load `keys` meanwhile, and note the times between tokens until the last is published."""
     ids = [f"{turn}-{index}" for index in range(options.running)]
     rng = np.random.default_rng(1)
     for request_id in ids:
         prompt = rng.integers(0, bench.base.spec.vocab_size, 64).astype("<i4").tobytes()
-        bench.mailbox.post(Submit(request_id, prompt, _greedy(options.max_model_len - 64)))
+        bench.mailbox.post(Submit(request_id, prompt, greedy(options.max_model_len - 64)))
     bench.arrived.clear()
     while len({request_id for request_id, _ in bench.arrived}) < len(ids):
         bench.step()
@@ -369,35 +298,33 @@ def _run_turn(bench: Bench, options: LoadOptions, turn: str, keys: Sequence[str]
     bench.idle()
 
 
-def _greedy(max_tokens: int) -> EngineSampling:
-    return EngineSampling(
-        max_tokens=max_tokens, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0,
-        presence_penalty=0.0, frequency_penalty=0.0, logit_bias=(), stop_token_ids=(), logprobs=-1, prompt_logprobs=-1,
-    )  # fmt: skip
-
-
 def table(rows: Sequence[LoadRow]) -> list[tuple[str, ...]]:
     """Lines of (adapter, MiB, then ms and ratio of each stage)."""
     lines: list[tuple[str, ...]] = [("adapter", "MiB", *STAGES)]
     for rank, targets in dict.fromkeys((row.rank, row.targets) for row in rows):
         mine = [row for row in rows if (row.rank, row.targets) == (rank, targets)]
-        cells = [f"{row.ms:.1f} ({row.ratio:.1f}x)" for row in mine]
+        cells = [f"{row.ms:.1f} ({row.ratio:.1f}x)" + _engine_part(row) for row in mine]
         lines.append((f"rank {rank}, {targets}", f"{mine[0].image_bytes / (1 << 20):.1f}", *cells))
     return lines
 
 
-def as_json(
-    options: LoadOptions, rows: Sequence[LoadRow], latencies: Sequence[LatencyRow], rate: float
-) -> str:
+def _engine_part(row: LoadRow) -> str:
+    return f" in {row.steps:.0f} steps, {row.step_cpu_ms:.1f} ms of their thread" if row.steps else ""
+
+
+def as_json(options: LoadOptions, measured: LoadReport) -> str:
     """The whole run as JSON."""
     record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": platform.processor() or platform.machine(),
+        "model": str(options.model),
         "device": options.device,
         "dtype": options.dtype,
         "repeats": options.repeats,
-        "copy_bytes_per_s": rate,
-        "stages": [asdict(row) for row in rows],
-        "time_between_tokens": [asdict(row) for row in latencies],
+        "copy_bytes_per_s": measured.copy_bytes_per_s,
+        "stages": [asdict(row) for row in measured.stages],
+        "burst": asdict(measured.burst) | {"gb_per_s": measured.burst.gb_per_s},
+        "swap": asdict(measured.swap),
+        "time_between_tokens": [asdict(row) for row in measured.latencies],
     }
     return json.dumps(record, indent=2)

@@ -7,14 +7,16 @@ or does not take the case. Owns the calls, nothing of what they do.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy.typing as npt
 import torch
 
+from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.plan import BatchPlan
 
 MAX_PEFT_ADAPTERS: Final = 64
@@ -149,3 +151,14 @@ def vllm(problem: Problem) -> Walk | None:
 
 PEERS: Final[dict[str, Callable[[Problem], Walk | None]]] = {"peft": peft, "vllm": vllm}
 """Peers by name."""
+
+
+def require_importable(names: Sequence[str]) -> None:
+    """Raises `config_invalid` for a peer that was asked for by name and is not installed."""
+    for name in names:
+        if name in PEERS and importlib.util.find_spec(name) is None:
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID,
+                f"the peer {name} is not installed here; leave it out",
+                param="family",
+            )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from loraplex.bench.op_peers import PEERS
+from loraplex.bench.op_peers import PEERS, require_importable
 from loraplex.bench.operators import (
     BATCHES,
     RANKS,
@@ -35,6 +35,7 @@ def operator_bench(
     wrong = [name for name in families if name not in known]
     if wrong:
         raise _invalid("family", f"no family {wrong[0]!r}; there are {', '.join(known)}")
+    require_importable(families)
     if repeats < 1 or any(rows < 1 for rows in batches):
         raise _invalid("batch", f"batches and repeats must be at least 1, got {list(batches)} and {repeats}")
     if device == "cuda" and not torch.cuda.is_available():

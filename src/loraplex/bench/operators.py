@@ -2,7 +2,7 @@
 
 A case is a batch, how popular its adapters are (Punica's four workloads) and their ranks. Factors, inputs and outputs
 exist once for each of many layers and a run walks through all of them, so that operands come from memory where their
-bytes allow; `rotated_bytes` says what a run moves through. On CUDA the walk of the Triton family is one captured graph. The floor
+bytes allow; `rotated_bytes` says what a run moves through. On CUDA the walks of `CAPTURED` families are one graph each. The floor
 is the bytes that must move (`ops.ledger.branch_bytes`) at the copy rate measured in the same run. Errors are against
 float64. Owns no operator.
 
@@ -38,7 +38,10 @@ SHAPES: Final = {
 """d_in, d_out of the projections: SmolLM2-135M's on a CPU, Llama-3.1-8B's on CUDA."""
 CACHE_BYTES: Final = {"cpu": 64 << 20, "cuda": 200 << 20}
 MAX_BYTES: Final = {"cpu": 1 << 30, "cuda": 8 << 30}
-MAX_LAYERS: Final = 64
+MAX_LAYERS: Final = {"cpu": 64, "cuda": 1024}
+"""Small batches take many layers to move through more than a cache holds."""
+CAPTURED: Final = ("triton", "vllm")
+"""Families whose walk on CUDA is one captured graph; the others prepare indices on the host in every call."""
 SLOW_US: Final = {"cpu": 30_000.0, "cuda": 20_000.0}
 """A family that takes longer for one call is left out of larger batches of the same workload."""
 
@@ -171,15 +174,12 @@ def _measure(
     counts = popularity(case.workload, case.batch)
     ranks = [case.ranks[i % len(case.ranks)] for i in range(len(counts))]
     must = branch_bytes(dict(enumerate(ranks)), case.batch, case.d_in, case.d_out, dtype.itemsize)
-    layers = min(MAX_LAYERS, max(1, 2 * CACHE_BYTES[device.type] // must))
+    layers = min(MAX_LAYERS[device.type], max(1, 2 * CACHE_BYTES[device.type] // must))
     if must > MAX_BYTES[device.type]:
         return
     slots = resident(ranks, (case.d_in, case.d_out), layers, dtype, device)
     problem = _problem(case, counts, slots, layers, dtype, device)
-    base = _median(
-        lambda: _each(problem, lambda i: problem.x[i] @ problem.weights[i].T), options.repeats, device
-    )
-    base_us = 1e6 * base / layers
+    base_us = 1e6 * _time(_dense(problem), layers, options.repeats, device, captured=True) / layers
     for family in options.families or (*_families(device), *PEERS):
         key = (case.workload, case.rank_name, family, case.d_in)
         if key in slow:
@@ -192,7 +192,8 @@ def _measure(
         walk(1)
         error = float((problem.y[0].double() - expected).abs().max() / expected.abs().max())
         problem.y[0].copy_(y)
-        us = 1e6 * _time(family, walk, layers, options.repeats, device) / layers
+        seconds = _time(walk, layers, options.repeats, device, captured=family in CAPTURED)
+        us = 1e6 * seconds / layers
         yield OpRow(
             case.workload, case.batch, len(counts), case.rank_name, case.d_in, case.d_out, family, us,
             1e6 * must / rate, base_us, error, must * layers,
@@ -214,10 +215,12 @@ def _problem(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
+    turns = -(-2 * CACHE_BYTES[device.type] // (case.d_in * case.d_out * dtype.itemsize))
+    weights = [random(case.d_out, case.d_in) * case.d_in**-0.5 for _ in range(min(layers, turns))]
     return Problem(
         plan, [random(case.batch, case.d_in) for _ in range(layers)],
         [random(case.batch, case.d_out) for _ in range(layers)],
-        [random(case.d_out, case.d_in) * case.d_in**-0.5] * layers, plan.row_adapters - 1,
+        [weights[layer % len(weights)] for layer in range(layers)], plan.row_adapters - 1,
         slots.a, slots.b, slots.scales,
     )  # fmt: skip
 
@@ -247,13 +250,20 @@ def _expected(problem: Problem, slots: Slots) -> torch.Tensor:
     return out
 
 
-def _each(problem: Problem, call: Callable[[int], object]) -> None:
-    for index in range(len(problem.x)):
-        call(index)
+def _dense(problem: Problem) -> Callable[[int], None]:
+    """The projections themselves."""
+
+    def walk(layers: int) -> None:
+        for layer in range(layers):
+            torch.mm(problem.x[layer], problem.weights[layer].T)
+
+    return walk
 
 
-def _time(family: str, walk: Callable[[int], None], layers: int, repeats: int, device: torch.device) -> float:
-    if device.type != "cuda" or family != "triton":
+def _time(
+    walk: Callable[[int], None], layers: int, repeats: int, device: torch.device, *, captured: bool
+) -> float:
+    if device.type != "cuda" or not captured:
         return _median(lambda: walk(layers), repeats, device)
     walk(layers)
     torch.cuda.synchronize()

@@ -26,6 +26,7 @@ from loraplex.core.layout import (
 from loraplex.core.messages import RegisterAdapter
 from loraplex.runtime.base import BaseModel
 
+LLAMA_8B: Final = "llama-3.1-8b"
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "llama-3.1-8b": {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096,
