@@ -14,6 +14,7 @@ from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import Module
 from loraplex.core.layout import AdapterImage, Factor, page_checksum, vector_mask
 from loraplex.core.limits import MAX_RANK
+from loraplex.ops.cpu import build
 from loraplex.ops.dispatch import make_operator
 from loraplex.ops.image_check import check_image
 from loraplex.ops.interface import ModuleDims
@@ -115,7 +116,12 @@ def test_plans_name_the_published_generation() -> None:
     )
 
 
-def test_checksums_equal_those_of_the_host_bytes_and_see_a_single_bit() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_checksums_equal_those_of_the_host_bytes_and_see_a_single_bit(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(build, "_loaded", lambda: build.KernelUnavailable("not wanted here"))
     t = table()
     rng = np.random.default_rng(1)
     bytes_ = rng.integers(0, 256, (3, PAGE), dtype=np.uint8)

@@ -21,6 +21,7 @@ from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import BASE_SLOT, Module
 from loraplex.core.layout import VECTOR_ITEMSIZE, AdapterImage, Factor
 from loraplex.core.plan import BatchPlan
+from loraplex.ops.cpu import build
 from loraplex.ops.image_check import (
     COL_LO,
     COL_N,
@@ -144,6 +145,7 @@ class AdapterTable:
         """Advances whenever a slot changes, for kernels that mirror the table."""
         self.kernel_state: object | None = None
         """What a kernel family keeps for this table from step to step."""
+        self._library = build.library() if pool.device.type == "cpu" else None
         self._last = np.zeros(max_slots, dtype=np.int64)
         self._adapters: list[ResidentAdapter | None] = [None] * max_slots
         self._weights: torch.Tensor | None = None
@@ -247,6 +249,12 @@ class AdapterTable:
     def checksums(self, page_ids: Sequence[int] | I32) -> torch.Tensor:
         """Checksums of pages as they lie on the device, int64 [n], equal to `layout.page_checksum` of their bytes."""
         pages = self._check_pages(page_ids)
+        if self._library is not None:
+            sums = np.empty(pages.size, dtype=np.int64)
+            self._library.handle.page_checksums(
+                self.pool.data_ptr(), self.page_bytes, pages.ctypes.data, pages.size, sums.ctypes.data
+            )
+            return torch.from_numpy(sums)
         words = self.page_bytes // VECTOR_ITEMSIZE
         if self._weights is None:
             self._weights = torch.arange(words, dtype=torch.int64, device=self.pool.device).mul_(2).add_(1)
@@ -283,7 +291,7 @@ class AdapterTable:
             )
 
     def _check_pages(self, page_ids: Sequence[int] | I32) -> I64:
-        pages = np.asarray(page_ids, dtype=np.int64)
+        pages = np.ascontiguousarray(page_ids, dtype=np.int64)
         count = int(self.pool.shape[0])
         if pages.size and (pages.min() < 1 or pages.max() >= count or np.unique(pages).size != pages.size):
             raise InternalFault(

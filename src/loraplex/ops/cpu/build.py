@@ -1,4 +1,4 @@
-"""Builds the CPU kernels (projections, layers, adapters, sampling) once for this machine and loads them.
+"""Builds the CPU kernels (projections, layers, adapters, sampling, page checksums) once for this machine and loads them.
 
 The shared object lies in the cache folder (`LORAPLEX_CACHE`, else the user's cache folder) under a name made from the
 source's bytes, the compiler and its flags, the processor and the OpenMP library, so that another machine or version
@@ -32,6 +32,7 @@ _HERE: Final = Path(__file__).resolve().parent
 UNITS: Final = {
     "lora_cpu.cpp": "-ffp-contract=fast",
     "dense_cpu.cpp": "-ffp-contract=fast",
+    "pages_cpu.cpp": "-ffp-contract=off",
     "step_cpu.cpp": "-ffp-contract=fast",
     "sample_cpu.cpp": "-ffp-contract=off",
 }
@@ -50,6 +51,7 @@ _SIGNATURES: Final = {
     "dense_pack_float32": "piip",
     "dense_unpack_bfloat16": "piip",
     "dense_unpack_float32": "piip",
+    "page_checksums": "pipip",
     "step_layers_bfloat16": "ppiii",
     "step_layers_float32": "ppiii",
     "sample_draw": "pipiipp",
@@ -57,7 +59,8 @@ _SIGNATURES: Final = {
     "sample_best": "piiiip",
 }
 """Exported functions and their arguments: p a pointer, i an int64."""
-_TIMEOUT_S: Final = 120
+_TIMEOUT_S: Final = 600
+"""Seconds: a machine whose cores are all taken compiles for minutes, and does so once."""
 
 
 class KernelUnavailable(Exception):
