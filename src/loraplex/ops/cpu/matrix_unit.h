@@ -27,7 +27,7 @@ namespace loraplex {
 
 // Tile state is eight KiB a thread, which a process has to ask for once (arch_prctl: request permission, tile data).
 inline bool request_matrix_unit() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
-inline const bool matrix_unit = request_matrix_unit();
+static const bool matrix_unit = request_matrix_unit();  // not inline: that one would be shared with other builds in a process
 
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileDepth = 32;  // elements of d_in
@@ -112,7 +112,7 @@ inline void store_rounded(BF16* out, f32x16 v) {
 }
 
 #else
-inline const bool matrix_unit = false;
+static const bool matrix_unit = false;
 #endif
 
 }  // namespace loraplex
