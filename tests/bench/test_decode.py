@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tests.artifact.tiny import tiny_model, write_lora
 
 from loraplex import cli
+from loraplex.bench import decode
 from loraplex.bench.decode import DecodeRow, table
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning")
@@ -74,3 +78,25 @@ def test_verify_says_what_an_adapter_is_and_why_one_is_refused(
     assert ended.value.code == 2
     record = json.loads(capsys.readouterr().out)
     assert (record["ok"], record["error"]["code"]) == (False, "adapter_source_missing")
+
+
+def test_the_vllm_process_finds_no_module_of_ours_in_place_of_pythons_own(tmp_path: Path) -> None:
+    """A script's folder comes first on its path, and ours has an `http.py`."""
+    (tmp_path / "vllm" / "lora").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text(
+        "import http.client\nLLM = SamplingParams = lambda **options: None\n"
+    )
+    (tmp_path / "vllm" / "lora" / "request.py").write_text("LoRARequest = None\n")
+    options = {
+        "model": "m",
+        "dtype": "bfloat16",
+        "requests": 1,
+        "positions": 8,
+        "adapters": [],
+        "max_rank": 0,
+    }
+    ended = subprocess.run(
+        [sys.executable, str(Path(decode.__file__).with_name("vllm_peer.py")), json.dumps(options)],
+        input="", capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (0, '{"ready": true}\n'), ended.stderr

@@ -18,6 +18,13 @@ def test_everybody_who_fits_decodes_and_the_others_wait() -> None:
     assert json.loads(as_json([row], 4))["rows"][0]["running"] == 8
 
 
+def test_the_running_requests_name_as_many_adapters_as_the_case_says() -> None:
+    bench = StepBench(running=8, waiting=40, adapters=8, steps=2)
+    bench.measure()
+    table = bench.engine.state.table
+    assert len(set(table.adapter_slot[table.runnable()].tolist())) == 8
+
+
 def test_the_report_has_every_call_of_a_step() -> None:
     rows = run_steps(3, cases=((4, 0, 0), (6, 10, 3)))
     assert [(row.running, row.waiting, row.adapters) for row in rows] == [(4, 0, 0), (6, 10, 3)]

@@ -90,13 +90,13 @@ def test_panels_keep_the_weight_and_multiply_rows_one_by_one(
     packed.pack()
     assert packed.panels is not None
     assert torch.equal(packed.weight, weight)
-    wide = torch.randn((21, d_in + 3), generator=generator).to(dtype)
+    wide = torch.randn((85, d_in + 3), generator=generator).to(dtype)
     x = wide[:, 1 : d_in + 1]
     y = packed(x)
     expected = x.double() @ weight.double().T + bias.double()
     error = (y.double() - expected).abs() / (x.double().abs() @ weight.double().abs().T + 1)
     assert float(error.max()) < 2 * torch.finfo(dtype).eps
-    for lo, hi in ((0, 1), (3, 10), (13, 21)):
+    for lo, hi in ((0, 1), (3, 10), (13, 21), (20, 37), (30, 85)):
         assert torch.equal(packed(x[lo:hi]), y[lo:hi])
 
 

@@ -7,11 +7,15 @@ object (model, dtype, adapters as [name, folder] pairs, max_rank, requests, posi
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
-from typing import Any
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _FOLDER]  # `http` must be Python's own
+
+import json  # noqa: E402
+import time  # noqa: E402
+from typing import Any  # noqa: E402
 
 
 def main() -> None:

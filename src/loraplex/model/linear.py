@@ -2,8 +2,8 @@
 
 On a CPU with wide vectors the weight is packed once into panels for our own kernel (`ops/cpu/gemm.h`), whose result for a
 row is the same bits in any batch; the plain copy is dropped. Where that kernel does not serve (other types, narrow
-vectors, matrix units that oneDNN drives better) oneDNN's reordered layout does, and elsewhere the plain matrix. Measured:
-docs/notes/cpu-operators.md.
+vectors, a matrix unit that the compiler does not know) oneDNN's reordered layout does, and elsewhere the plain matrix.
+Measured: docs/notes/cpu-operators.md.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def panel_kernel(dtype: torch.dtype, device: torch.device) -> build.Library | None:
-    """The compiled library where its panels serve weights of this type: products as wide as the type, no matrix unit."""
+    """The compiled library where its panels serve weights of this type: products as wide as the type, and in the matrix
+    unit where the processor has one."""
     library = build.library() if device.type == "cpu" and dtype in _NAMES else None
     if library is None or library.vector_level < (2 if dtype is torch.bfloat16 else 1):
         return None
-    return None if dtype is torch.bfloat16 and build.has_matrix_unit() else library
+    if dtype is torch.bfloat16 and build.has_matrix_unit() and not library.matrix_unit:
+        return None
+    return library
 
 
 class Arena:

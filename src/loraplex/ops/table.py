@@ -373,7 +373,7 @@ class AdapterTable:
             )
 
     def _check_pages(self, page_ids: Sequence[int] | I32) -> I64:
-        pages = np.asarray(page_ids, dtype=np.int64)
+        pages = np.ascontiguousarray(page_ids, dtype=np.int64)
         count = int(self.pool.shape[0])
         if pages.size and (pages.min() < 1 or pages.max() >= count or np.unique(pages).size != pages.size):
             raise InternalFault(

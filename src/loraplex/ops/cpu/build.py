@@ -36,7 +36,7 @@ UNITS: Final = {
     "sample_cpu.cpp": "-ffp-contract=off",
 }
 """Compiled files and how each may contract products: penalties round like torch's, projections fuse."""
-HEADERS: Final = ("gemm.h", "lanes.h", "lora.h", "noise.h", "rows.h", "team.h", "tiles.h")
+HEADERS: Final = ("gemm.h", "lanes.h", "lora.h", "matrix_unit.h", "noise.h", "rows.h", "team.h", "tiles.h")
 COMPILE_FLAGS: Final = (
     "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fwrapv", "-fPIC", "-fopenmp", "-w",
 )  # fmt: skip
@@ -57,7 +57,8 @@ _SIGNATURES: Final = {
     "sample_best": "piiiip",
 }
 """Exported functions and their arguments: p a pointer, i an int64."""
-_TIMEOUT_S: Final = 120
+_TIMEOUT_S: Final = 600
+"""Seconds: a machine whose cores are all taken compiles for minutes, and does so once."""
 
 
 class KernelUnavailable(Exception):
@@ -66,11 +67,15 @@ class KernelUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The loaded kernels: their file, and the vector path compiled in (2 bf16 products, 1 AVX-512, 0 neither)."""
+    """The loaded kernels: their file, and the vector path compiled in (2 bf16 products, 1 AVX-512, 0 neither).
+
+    matrix_unit: bf16 projections run in the processor's tile unit.
+    """
 
     handle: ctypes.CDLL
     path: Path
     vector_level: int
+    matrix_unit: bool
 
 
 def cache_folder() -> Path:
@@ -106,7 +111,7 @@ def status() -> str:
     """One line for people and metrics: whether compiled kernels serve on CPU, or why not."""
     found = _loaded()
     if isinstance(found, Library):
-        return f"compiled, vector level {found.vector_level}"
+        return f"compiled, vector level {found.vector_level}{', matrix unit' if found.matrix_unit else ''}"
     return f"torch: {found}"
 
 
@@ -134,17 +139,18 @@ def load(path: Path) -> Library:
         raise KernelUnavailable(f"{path} cannot be loaded: {error}") from error
     handle.lora_vector_level.restype = ctypes.c_int32
     handle.lora_max_threads.restype = ctypes.c_int32
+    handle.dense_matrix_unit.restype = ctypes.c_int32
     handle.dense_packed_bytes.restype = ctypes.c_int64
     handle.dense_packed_bytes.argtypes = [ctypes.c_int64] * 3
     for name, arguments in _SIGNATURES.items():
         function = getattr(handle, name)
         function.restype = None
         function.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_int64 for kind in arguments]
-    return Library(handle, path, int(handle.lora_vector_level()))
+    return Library(handle, path, int(handle.lora_vector_level()), bool(handle.dense_matrix_unit()))
 
 
 def has_matrix_unit() -> bool:
-    """Whether this processor multiplies bf16 matrices in a unit of its own (AMX), which our kernels do not use."""
+    """Whether this processor multiplies bf16 matrices in a unit of its own (AMX)."""
     return "amx_bf16" in processor().split()
 
 

@@ -32,6 +32,9 @@ extern "C" {
 
 using loraplex::BF16;
 
+// Whether bf16 products run in the processor's tile unit.
+int32_t dense_matrix_unit() { return loraplex::matrix_unit; }
+
 // Bytes of a packed weight.
 int64_t dense_packed_bytes(int64_t columns, int64_t d_in, int64_t itemsize) {
   if (itemsize == 2) return loraplex::Dense<BF16>{nullptr, nullptr, d_in, columns}.panels() *

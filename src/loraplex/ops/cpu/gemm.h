@@ -1,22 +1,26 @@
 // Dense projections: y = x W^T + b over weights packed in panels of sixteen output columns.
 //
 // A panel holds all of d_in for its columns, in the order in which a step reads them: pairs of bf16, single floats.
-// Every element is one sum over d_in in ascending order in one accumulator, whatever the number of rows, the tile that it
-// falls into and the thread that computes it: a row's result is the same bits alone and in any batch.
+// Every element is one sum over d_in in ascending order in one accumulator (bf16 in the tile unit: in steps of 32), whatever
+// the number of rows, the tile that it falls into and the thread that computes it: a row's result is the same bits alone
+// and in any batch.
 //
 // Specification: 0x02 (one base projection over all rows); DESIGN 4 "Equality".
 #pragma once
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
+#include "matrix_unit.h"
 #include "tiles.h"
 
 namespace loraplex {
 
 constexpr int64_t kDenseRows = 8;      // rows of a register tile
 constexpr int kDensePanels = 3;        // panels of a register tile: 24 accumulators
+constexpr int kItemPanels = LORAPLEX_MATRIX_UNIT ? 4 : kDensePanels;  // panels of a work item
 constexpr int64_t kDenseBlock = 2048;  // elements of d_in that many row blocks reuse from the second-level cache
 
 // Elements of d_in that one step consumes.
@@ -124,7 +128,7 @@ template <int R, int C> struct DenseTile<BF16, R, C> {
 };
 #endif
 
-// Rows [0, rows) of x times up to kDensePanels panels from `panel` on, into the columns [from, to) of y.
+// Rows [0, rows) of x times up to kItemPanels panels from `panel` on, into the columns [from, to) of y.
 template <class T> struct DenseColumns {
   const Dense<T>& dense;
   T* y;
@@ -136,12 +140,55 @@ template <class T> struct DenseColumns {
   int64_t ahead = 0;  // elements from a weight to the one that is asked for beside it; 0: none
 
   void run(int64_t rows, int64_t panel, int64_t count, std::vector<float>& scratch) const {
-    switch (count) {
-      case 1: return blocks<1>(rows, panel, scratch);
-      case 2: return blocks<2>(rows, panel, scratch);
-      default: return blocks<3>(rows, panel, scratch);
+#if LORAPLEX_MATRIX_UNIT
+    if constexpr (std::is_same_v<T, BF16>)
+      if (matrix_unit) return in_tiles(rows, panel, count);
+#endif
+    for (; count >= kDensePanels; count -= kDensePanels, panel += kDensePanels)
+      blocks<kDensePanels>(rows, panel, scratch);
+    if (count == 2) blocks<2>(rows, panel, scratch);
+    if (count == 1) blocks<1>(rows, panel, scratch);
+  }
+
+#if LORAPLEX_MATRIX_UNIT
+  void in_tiles(int64_t rows, int64_t panel, int64_t count) const {
+    const int64_t pairs = rows / (2 * kTileRows) * 2 * kTileRows, left = rows - pairs;
+    if (pairs) {
+      const TileConfig config(kTileRows, kTileRows);
+      for (int64_t p = 0; p < count; p += 2)
+        for (int64_t row = 0; row < pairs; row += 2 * kTileRows)
+          tile_columns<2>(row, kTileRows, kTileRows, panel + p, count - p);
+    }
+    if (!left) return;
+    const int64_t first = std::min(left, kTileRows), second = left - first;
+    const TileConfig config(first, second);
+    for (int64_t p = 0; p < count; p += 2)
+      if (second) tile_columns<2>(pairs, first, second, panel + p, count - p);
+      else tile_columns<1>(pairs, first, 0, panel + p, count - p);
+  }
+
+  template <int R> void tile_columns(int64_t row, int64_t first, int64_t second, int64_t panel, int64_t count) const {
+    const BF16 *const input = x + row * x_stride, *const weights = dense.w + panel * dense.stride();
+    const int64_t fetched = row == 0 ? ahead : 0;
+    alignas(64) float sums[R * 2 * 256];
+    if (count > 1) TileProduct<R, 2>{input, x_stride, weights, dense.stride(), dense.d_in, fetched}.run(first, second, sums);
+    else TileProduct<R, 1>{input, x_stride, weights, dense.stride(), dense.d_in, fetched}.run(first, second, sums);
+    const int wide = count > 1 ? 2 : 1;
+    for (int c = 0; c < wide; ++c) {
+      const int64_t column = (panel + c) * kLanes, n = std::min<int64_t>(dense.columns - column, kLanes);
+      const int64_t low = std::max<int64_t>(from - column, 0), high = std::min(to - column, n);
+      f32x16 bias = {};
+      if (dense.bias) bias = n < kLanes ? load_tail(dense.bias + column, n) : Lanes<T>::load(dense.bias + column);
+      for (int64_t r = 0; r < first + second; ++r) {
+        const float* const sum = sums + ((r / kTileRows * wide + c) * kTileRows + r % kTileRows) * kLanes;
+        T* const out = y + (y_rows ? y_rows[row + r] : row + r) * y_stride + column;
+        const f32x16 value = Lanes<float>::load(sum) + bias;
+        if (low == 0 && high == kLanes) store_rounded(out, value);
+        else store(out, value, low, high);
+      }
     }
   }
+#endif
 
   template <int C> void blocks(int64_t rows, int64_t panel, std::vector<float>& scratch) const {
     const int64_t d_in = dense.d_in;
@@ -206,9 +253,9 @@ template <class T> int64_t elements_ahead(const Dense<T>& dense, int64_t step, i
   return std::max<int64_t>(2, threads) * step * dense.stride();
 }
 
-// Panels of one work item: as many as a register tile holds while every thread still gets several items.
+// Panels of one work item: as many as share their inputs while every thread still gets several items.
 inline int64_t panels_per_item(int64_t panels, int threads) {
-  return std::clamp<int64_t>(panels / (4 * threads), 1, kDensePanels);
+  return std::clamp<int64_t>(panels / (4 * threads), 1, kItemPanels);
 }
 
 }  // namespace loraplex

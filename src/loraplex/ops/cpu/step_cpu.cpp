@@ -123,7 +123,7 @@ template <class T> struct Layers {
           store_some(to + k, load_some(from + k, d_in - k) * load_some(u.h + k, d_in - k), d_in - k);
       }
     });
-    const int64_t step = kDensePanels, most = (columns + kLanes - 1) / kLanes / step + 2;
+    const int64_t step = kItemPanels, most = (columns + kLanes - 1) / kLanes / step + 2;
     team.each(int64_t(scaled.size()) * most, stage, [&](int64_t item) {
       const Unit& u = *scaled[size_t(item / most)].unit;
       const int64_t first = u.column / kLanes, last = (u.column + u.d_out + kLanes - 1) / kLanes;
