@@ -176,7 +176,8 @@ def test_a_slab_with_a_neighbour_in_use_gives_no_page() -> None:
     rig.run()
     (ended,) = rig.mailbox.ended["long"]
     assert ended.code == "pool_exhausted"  # two pages are needed, the pin holds one of the two that there are
-    assert rig.state_of("idle") is AdapterState.PUBLISHED
+    assert rig.state_of("idle") is AdapterState.IDLE
+    rig.assert_answered("warm")
     rig.call(PinAdapter, "pinned", False)
     rig.submit("longer", prompt(4, 60), None, max_tokens=20)
     rig.run()
@@ -201,6 +202,21 @@ def test_pins_of_one_slab_cost_one_page_and_others_are_served_beside_them() -> N
     (ended,) = rig.mailbox.ended["never"]
     assert ended.code == "pool_exhausted"  # another class needs a page of its own
     assert rig.figures()["pins"] == {"adapters": 2, "pages": 1}
+
+
+def test_pins_that_are_not_loaded_yet_are_counted_as_packed() -> None:
+    """After a restart every pin is asked for before one is on the device: 32 blocks of a sixteenth are two pages."""
+    rig = SlabRig(depth=0, adapter_pages=2)
+    keys = [f"a{index}" for index in range(33)]
+    for key in keys:
+        rig.small(key, 4)
+    pins = [rig.call(PinAdapter, key, True) for key in keys]
+    rig.submit("base", prompt(1), None, max_tokens=3)
+    rig.run()
+    assert [rig.code(pin) for pin in pins] == [None] * 32 + ["pool_exhausted"]
+    rig.assert_answered("base")
+    assert rig.figures()["pins"] == {"adapters": 32, "pages": 2}
+    assert all(rig.engine.state.adapters[key].block is not None for key in keys[:32])
 
 
 def test_a_full_class_gives_its_oldest_block_before_a_page_is_evicted() -> None:

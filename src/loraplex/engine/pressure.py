@@ -9,7 +9,7 @@ Specification: 0x05C, 0x05D; DESIGN 4 "Residency", "Leases" (pins).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault, LoraplexError
@@ -243,35 +243,40 @@ def too_large(state: EngineState, pages: int) -> CallerError | None:
     )
 
 
-def pinned_pages(state: EngineState, but: AdapterEntry | None = None) -> int:
-    """Pages that pins hold or will hold, without those of `but`.
+def pages_of(entries: Iterable[AdapterEntry]) -> int:
+    """Pages that adapters hold or will hold together.
 
-    Small ones count the slab pages that they lie in, once each; one that is not on the device counts a page, because
-    it may find no slab but one that is there for it alone.
+    Small ones count the slab pages that they lie in, once each; those that are not on the device are counted as packed
+    into blocks of these pages that are none of theirs, and into new ones. They may come to lie further apart; then they
+    count what they hold.
     """
     pages = 0
-    for entry in state.pinned.values():
-        if entry is not but and entry.block is None:
+    placed: dict[int, Counter[int]] = {}
+    coming: Counter[int] = Counter()
+    for entry in entries:
+        if not entry.size_class:
             pages += entry.page_count
-    return pages + len(_pinned_slabs(state, but))
+        elif entry.block is not None:
+            placed.setdefault(entry.size_class, Counter())[entry.block.page] += 1
+        else:
+            coming[entry.size_class] += 1
+    for size_class in placed.keys() | coming.keys():
+        slabs = placed.get(size_class, Counter())
+        spare = (len(slabs) << size_class) - slabs.total()
+        pages += len(slabs) - (-max(coming[size_class] - spare, 0) >> size_class)
+    return pages
+
+
+def pinned_pages(state: EngineState, but: AdapterEntry | None = None) -> int:
+    """Pages that pins hold or will hold, without those of `but`."""
+    return pages_of(entry for entry in state.pinned.values() if entry is not but)
 
 
 def pinned_with(state: EngineState, entry: AdapterEntry) -> int:
     """Pages that pins would hold if `entry` had one."""
-    if entry.block is None:
-        return entry.page_count + pinned_pages(state, entry)
-    return pinned_pages(state, entry) + (entry.block.page not in _pinned_slabs(state, entry))
-
-
-def _pinned_slabs(state: EngineState, but: AdapterEntry | None) -> set[int]:
-    pinned = state.pinned.values()
-    return {entry.block.page for entry in pinned if entry is not but and entry.block is not None}
+    return pages_of([*(other for other in state.pinned.values() if other is not entry), entry])
 
 
 def least_pages(state: EngineState, entry: AdapterEntry) -> int:
-    """Pages that an adapter needs beside the pinned ones: none where one of their slabs has a block that is not pinned."""
-    if not entry.size_class:
-        return entry.page_count
-    taken = Counter(other.block.page for other in state.pinned.values()
-                    if other is not entry and other.block is not None and other.size_class == entry.size_class)  # fmt: skip
-    return 0 if any(count < 1 << entry.size_class for count in taken.values()) else 1
+    """Pages that an adapter needs beside the pinned ones: none where one of their slabs has a block for it."""
+    return pinned_with(state, entry) - pinned_pages(state, entry)
