@@ -46,17 +46,19 @@ def check(count: int) -> None:
             PROMPTS[:count], None, SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
         )
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    theirs.generation_config.eos_token_id = None
     for text, output in zip(PROMPTS, outputs, strict=False):
-        assert output.token_ids == greedy(theirs, output.prompt_token_ids), text
+        assert output.token_ids == choices(theirs, output.prompt_token_ids, output.token_ids), text
         assert output.text != ""
 
 
-def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """Greedy tokens of transformers; end-of-sequence tokens do not end it."""
-    given = torch.tensor([prompt])
-    out = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=NEW, do_sample=False)
-    return [int(token) for token in out[0, len(prompt) :]]
+def choices(model: PreTrainedModel, prompt: list[int], out: list[int]) -> list[int]:
+    """What transformers would choose at each position of `out`, had it chosen what stands before.
+
+    Equal to `out` exactly when it generates `out` greedily; one pass in place of one for each token.
+    """
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + out[:-1]])).logits[0, len(prompt) - 1 :]
+    return [int(token) for token in logits.argmax(dim=-1)]
 
 
 def test_greedy_tokens_equal_transformers() -> None:

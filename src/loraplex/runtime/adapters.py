@@ -24,11 +24,12 @@ from typing import Any, Final, TypeVar
 
 from loraplex.catalog.adapters import AdapterCatalog, draft_of
 from loraplex.catalog.changes import OPERATOR, Draft, Expectation, Mode
-from loraplex.catalog.records import DEFAULT_NAMESPACE, Revision, Right
+from loraplex.catalog.records import DEFAULT_NAMESPACE, Revision
 from loraplex.core.errors import CallerError, LoraplexError
 from loraplex.core.messages import Inspect
 from loraplex.runtime.controls import EngineCalls, Name, ResidencyControls
 from loraplex.runtime.held import HeldAdapters
+from loraplex.runtime.names import CatalogNames
 from loraplex.runtime.prepare import PreparedAdapter
 from loraplex.runtime.reading import Prepare, Reading
 from loraplex.runtime.tasks import reported
@@ -44,7 +45,7 @@ def _keep(kernel_digest: str) -> None:
     """Images stay where they are."""
 
 
-class AdapterService:
+class AdapterService(CatalogNames):
     """What names mean now, kept in step with the engine. Its methods are called from one event loop."""
 
     def __init__(
@@ -55,8 +56,8 @@ class AdapterService:
         reclaim: Callable[[str], object] = _keep,
     ) -> None:
         """reclaim: called with the kernel digest of an image that no revision names any more."""
+        super().__init__(catalog)
         self._engine = engine
-        self._catalog = catalog
         self._prepare = prepare
         self.controls = ResidencyControls(engine)
         self._held = HeldAdapters(engine, catalog.shares, reclaim, self.controls.require_not_revoked)
@@ -65,57 +66,16 @@ class AdapterService:
         self._reading = Reading(prepare, catalog.shares, self._held, self._pin_again)
         self._follower: asyncio.Task[None] | None = None
 
-    def __iter__(self) -> Iterator[Revision]:
-        return iter(self._catalog)
-
-    @property
-    def generation(self) -> int:
-        """The catalog's generation."""
-        return self._catalog.generation
-
     @property
     def retire_failures(self) -> dict[str, LoraplexError]:
         """Removals that the engine refused, by semantic digest."""
         return self._held.failures
-
-    @property
-    def catalog(self) -> AdapterCatalog:
-        """The catalog behind the names."""
-        return self._catalog
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Do something that waits for the catalog's database, in the thread that does so."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     # Names
-
-    def resolve(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
-        """What `alias` or `alias@revision` means to a tenant now; `model_not_found` otherwise."""
-        return self._catalog.resolve(name, tenant)
-
-    def current(self, alias: str, namespace: str = DEFAULT_NAMESPACE) -> Revision:
-        """Current revision of an alias; `adapter_not_found` otherwise."""
-        return self._catalog.current(alias, namespace)
-
-    def find(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision | None:
-        """Current revision of what a tenant that may list it means by a name, or None."""
-        return self._catalog.view.find(tenant, name, Right.LIST)
-
-    def may_list(self, revision: Revision, tenant: str = DEFAULT_NAMESPACE) -> bool:
-        """Whether a tenant may know of a revision's alias."""
-        return self._catalog.view.may(tenant, revision.namespace, revision.alias, Right.LIST)
-
-    def visible(self, tenant: str = DEFAULT_NAMESPACE) -> list[tuple[str, Revision]]:
-        """(its name for the tenant, revision) of everything that a tenant may list, by name."""
-        return self._catalog.view.visible(tenant)
-
-    def target(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> tuple[str, str]:
-        """(namespace, alias) that a tenant means by a name under which it publishes."""
-        return self._catalog.view.target(tenant, name)
-
-    def owned(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
-        """What a tenant means by a name that it changes; raises `adapter_not_found`, and `forbidden` for others'."""
-        return self._catalog.view.owned(tenant, name)
 
     @contextmanager
     def bind(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Iterator[Revision]:
