@@ -8,10 +8,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import psutil
 
 LIMIT_S = 280.0
+
+
+class Owner(Protocol):
+    """Whatever runs a process."""
+
+    @property
+    def pid(self) -> int | None: ...
 
 
 def run(test: Callable[[], Awaitable[None]], limit_s: float = LIMIT_S) -> None:
@@ -29,6 +37,12 @@ def until(holds: Callable[[], bool]) -> None:
     pause = threading.Event()
     while not holds():
         pause.wait(0.005)
+
+
+def pid_of(owner: Owner) -> int:
+    """Process id of what a supervisor runs. There must be one: a signal to 0 would go to the tests themselves."""
+    assert owner.pid, "nothing runs that could be sent a signal"
+    return owner.pid
 
 
 def _is_gone(process: psutil.Process) -> bool:

@@ -14,7 +14,7 @@ import pytest
 import zmq
 from tests.runtime import engines
 from tests.runtime.test_supervisor import read_all, submit
-from tests.waiting import run
+from tests.waiting import pid_of, run
 
 from loraplex.config import EngineConfig
 from loraplex.core.events import AnyEvent, Event, FirstToken, IterationCompleted, RequestFinished
@@ -160,7 +160,7 @@ def test_the_events_of_every_engine_reach_the_server(tmp_path: Path) -> None:
             for group in [client.submit([submit(name, [1, 2])]) for name in "ab"]:
                 await read_all(group)
             await seen.until(lambda: len(ended()) == 2)
-            os.kill(supervisor.pid or 0, signal.SIGKILL)
+            os.kill(pid_of(supervisor), signal.SIGKILL)
             await supervisor.until(EngineState.RESTARTING)
             await supervisor.until(EngineState.READY)
             await read_all(client.submit([submit("c", [1, 2])]))

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from tests.engine.rig import sampling
 from tests.runtime import engines
-from tests.waiting import run, until_gone
+from tests.waiting import pid_of, run, until_gone
 
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
@@ -110,7 +110,7 @@ def test_a_builder_that_does_not_exist_is_our_fault(tmp_path: Path) -> None:
 async def _break(supervisor: EngineSupervisor, client: EngineClient, how: str) -> None:
     match how:
         case "killed":
-            os.kill(supervisor.pid or 0, signal.SIGKILL)
+            os.kill(pid_of(supervisor), signal.SIGKILL)
         case "exits":
             client.submit([submit("bad", [engines.DIE])])
         case "raises":
@@ -162,13 +162,13 @@ def test_an_engine_that_dies_while_it_gets_its_adapters_back_is_replaced_too(tmp
         async with served(tmp_path) as (supervisor, client):
 
             async def restore() -> None:
-                attempts.append(supervisor.pid or 0)
+                attempts.append(pid_of(supervisor))
                 if len(attempts) < 3:
                     client.submit([submit("bad", [engines.DIE])])
                     await asyncio.Event().wait()
 
             supervisor.restore = restore
-            os.kill(supervisor.pid or 0, signal.SIGKILL)
+            os.kill(pid_of(supervisor), signal.SIGKILL)
             await supervisor.until(EngineState.RESTARTING)
             await supervisor.until(EngineState.READY)
             assert len(set(attempts)) == 3
@@ -192,7 +192,7 @@ def test_an_engine_that_cannot_be_started_again_at_once_is_started_later(
 
             supervisor._pause = pause
             monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
-            os.kill(supervisor.pid or 0, signal.SIGKILL)
+            os.kill(pid_of(supervisor), signal.SIGKILL)
             await supervisor.until(EngineState.RESTARTING)
             await supervisor.until(EngineState.READY)
             assert pauses == [1, 2, 3, 4]
@@ -300,7 +300,7 @@ def test_an_engine_that_is_asked_to_end_ends_in_order(tmp_path: Path) -> None:
 def test_a_signal_to_the_group_is_not_for_the_engine(tmp_path: Path, number: signal.Signals) -> None:
     async def test() -> None:
         async with served(tmp_path) as (supervisor, client):
-            os.kill(supervisor.pid or 0, number)
+            os.kill(pid_of(supervisor), number)
             tokens, _ = await read_all(client.submit([submit("a", [7], max_tokens=2)]))
             assert tokens == [7, 7]
             assert supervisor.restarts == 0
