@@ -18,7 +18,7 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -92,24 +92,8 @@ class ImageStore:
 
         Raises `adapter_load_failed` when the image contradicts itself or the disk refuses it.
         """
-        header = _header_of(image)
-        path = self._path(image.kernel_digest)
-        if self._is_whole(image.kernel_digest):
-            return path
-        front = _front(header, image)
-        try:
-            with self._temporary() as (fd, temporary):
-                for part in (front, np.ascontiguousarray(image.pages).reshape(-1).data):
-                    _write_all(fd, part)
-                os.fsync(fd)
-                os.replace(temporary, path)
-            _sync_directory(self._directory)
-        except OSError as error:
-            raise _failed(
-                f"image {image.kernel_digest:.16} cannot be stored: {error.strerror}; look at the disk behind "
-                "LORAPLEX_CACHE, or behind TMPDIR for an LLM"
-            ) from error
-        return path
+        pages = np.ascontiguousarray(image.pages).reshape(-1).data
+        return self._store(image, lambda fd, at: _write_all(fd, pages, at), durable=True)
 
     def adopt(self, image: AdapterImage, threads: int = 1) -> Path:
         """Take an image over from another store: each page is copied and the copy is summed, in one pass.
@@ -118,18 +102,32 @@ class ImageStore:
         threads: pages under way at once. Not synced to a disk: this store is a tier that a restart fills again. A whole
         image that is here stays as it is. Raises `adapter_load_failed` for a page without its checksum, or a full disk.
         """
+        return self._store(image, lambda fd, at: _copy_pages(image, fd, at, threads), durable=False)
+
+    def _store(self, image: AdapterImage, write_pages: Callable[[int, int], None], *, durable: bool) -> Path:
+        """Make the image's file whole or not at all. write_pages: to a file descriptor, from an offset on."""
         header = _header_of(image)
         path = self._path(image.kernel_digest)
         if self._is_whole(image.kernel_digest):
             return path
-        front = _front(header, image)
         try:
             with self._temporary() as (fd, temporary):
-                _write_all(fd, front)
-                _copy_pages(image, fd, header.pages_at, threads)
+                _write_all(fd, _front(header, image))
+                write_pages(fd, header.pages_at)
+                if durable:
+                    os.fsync(fd)
                 os.replace(temporary, path)
+            if durable:
+                _sync_directory(self._directory)
         except OSError as error:
-            raise _failed(f"image {image.kernel_digest:.16} cannot be stored: {error.strerror}") from error
+            where = (
+                "the disk behind LORAPLEX_CACHE, or behind TMPDIR for an LLM"
+                if durable
+                else "the shared memory that holds adapters on the host"
+            )
+            raise _failed(
+                f"image {image.kernel_digest:.16} cannot be stored: {error.strerror}; look at {where}"
+            ) from error
         return path
 
     def open(self, kernel_digest: str) -> AdapterImage:
