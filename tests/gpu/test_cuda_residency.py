@@ -20,7 +20,7 @@ from tests.gpu.world import GPU  # noqa: E402
 from tests.model.cuda.adapters import GENERATION, SORTS, load_sorts  # noqa: E402
 from tests.model.cuda.world import plain_executor  # noqa: E402
 from tests.model.drive import Request  # noqa: E402
-from tests.model.streamed import HeldStream, count_moved, fail_first_copies  # noqa: E402
+from tests.model.streamed import count_moved, fail_first_copies, hold_copies  # noqa: E402
 from tests.model.test_copy_faults import (  # noqa: E402
     TornOnce,
     check_damaged_copies,
@@ -106,9 +106,7 @@ def test_a_copy_that_stays_open_for_a_thousand_steps_delays_nobody(
 ) -> None:
     rig = rig_of(root, model, depth=depth)
     digest = image(root, model, "rs-r16", rig.runner.pool.shape[1]).kernel_digest
-    rig.runner._residents.close()
-    copies = HeldStream(rig.runner.table, digest)
-    rig.runner._residents._copies = copies
+    copies = hold_copies(rig, digest)
     check_open_copy(rig, lambda: len(copies.events), copies.let_go)
     copies.close()
 

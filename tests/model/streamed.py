@@ -86,6 +86,14 @@ class HeldStream(StreamCopies):
             event.held = False
 
 
+def hold_copies(rig: Any, digest: str) -> HeldStream:
+    """Have a rig's runner copy by a `HeldStream`, in place of what it copied by; to be closed by the caller."""
+    rig.runner._residents.close()
+    copies = HeldStream(rig.runner.table, digest)
+    rig.runner._residents._copies = copies
+    return copies
+
+
 def fail_first_copies(monkeypatch: pytest.MonkeyPatch, *, half_way: bool) -> set[int]:
     """The first copy into each slot raises; the slots. half_way: after a page of it was moved."""
     failed: set[int] = set()

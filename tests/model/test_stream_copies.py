@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.model import test_pages
-from tests.model.streamed import HeldStream, count_moved, fail_first_copies, fake_streams
+from tests.model.streamed import count_moved, fail_first_copies, fake_streams, hold_copies
 from tests.model.test_copy_faults import TornOnce, check_damaged_copies, check_removal_under_load
 from tests.model.test_pages import check_open_copy, check_warm_steps
 from tests.model.test_runner_adapters import Rig, check_engine, image, loaded, make_root
@@ -38,10 +38,8 @@ def test_a_copy_that_stays_open_delays_nobody(
     """A hundred steps here, a thousand on a device: some are without rows, and those must not wait for it either."""
     monkeypatch.setattr(test_pages, "STEPS", 100)
     rig = Rig(root, model, depth=depth, pages=200)
-    rig.runner._residents.close()
     digest = image(root, model, "rs-r16", rig.runner.pool.shape[1]).kernel_digest
-    copies = HeldStream(rig.runner.table, digest)
-    rig.runner._residents._copies = copies
+    copies = hold_copies(rig, digest)
     check_open_copy(rig, lambda: len(copies.events), copies.let_go)
     copies.close()
 

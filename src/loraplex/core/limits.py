@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import Final
 
 # Plan
-MAX_PLAN_REQUESTS: Final = 1024
-MAX_PLAN_ROWS: Final = 65_536
 MAX_PLAN_BYTES_DECODE_256: Final = 64 * 1024
 
 # Sampling
