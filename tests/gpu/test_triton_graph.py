@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.ops.factor_lists import ModuleFactors, as_factors
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from loraplex.ops import worklist  # noqa: E402
-from loraplex.ops.factor_table import FactorTable, ModuleFactors  # noqa: E402
+from loraplex.ops.factor_table import FactorTable  # noqa: E402
 from loraplex.ops.triton_lora import LoraStep, shrink_expand  # noqa: E402
 from loraplex.ops.worklist import GROUPS, Phase  # noqa: E402
 
@@ -39,7 +40,7 @@ def world() -> tuple[FactorTable, torch.Tensor]:
                     places.append([(at, 0, rank)])
                     at += values.numel() * 2 + 64
                 entries.append(ModuleFactors(layer, module, rank, 0.5, *places))
-        table.write(slot, entries)
+        table.write(slot, as_factors(entries))
     return table, pool
 
 

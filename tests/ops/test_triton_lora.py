@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import pytest
+from tests.ops.factor_lists import ModuleFactors, as_factors
 
 torch = pytest.importorskip("torch")
 GPU = torch.cuda.is_available()
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 
 from loraplex.core.errors import InternalFault  # noqa: E402
 from loraplex.ops import worklist  # noqa: E402
-from loraplex.ops.factor_table import FactorTable, ModuleFactors  # noqa: E402
+from loraplex.ops.factor_table import FactorTable  # noqa: E402
 from loraplex.ops.triton_lora import LoraStep, Tuning, shrink_expand  # noqa: E402
 from loraplex.ops.worklist import GROUPS, Phase  # noqa: E402
 
@@ -59,7 +60,7 @@ class World:
             ]
         self.pool = self.pool.to(DEVICE)
         for slot, made in entries.items():
-            self.table.write(slot, made)
+            self.table.write(slot, as_factors(made))
 
     def _put(self, values: torch.Tensor, rows_per_extent: int) -> list[tuple[int, int, int]]:
         extents = []
@@ -242,11 +243,11 @@ def test_one_pair_of_launches_serves_another_mix_without_new_buffers() -> None:
 def test_refusals() -> None:
     world = World({1: 8})
     with pytest.raises(InternalFault, match="extents cover"):
-        world.table.write(1, [ModuleFactors(0, 0, 8, 1.0, [(0, 0, 7)], [(0, 0, 8)])])
+        world.table.write(1, as_factors([ModuleFactors(0, 0, 8, 1.0, [(0, 0, 7)], [(0, 0, 8)])]))
     with pytest.raises(InternalFault, match="16-byte"):
-        world.table.write(1, [ModuleFactors(0, 0, 8, 1.0, [(4, 0, 8)], [(0, 0, 8)])])
+        world.table.write(1, as_factors([ModuleFactors(0, 0, 8, 1.0, [(4, 0, 8)], [(0, 0, 8)])]))
     with pytest.raises(InternalFault, match="rank must be"):
-        world.table.write(1, [ModuleFactors(0, 0, 513, 1.0)])
+        world.table.write(1, as_factors([ModuleFactors(0, 0, 513, 1.0)]))
     step = LoraStep(world.table, world.pool, world.dtype, Phase.DECODE, rows=2, max_rank=16, tuning=SMALL)
     with pytest.raises(InternalFault, match="there is room for"):
         step.prepare(world.work([1] * 40, 0, step))
