@@ -88,6 +88,59 @@ def test_an_open_image_survives_its_deletion(tmp_path: Path) -> None:
     refused(store.open, image.kernel_digest)
 
 
+def test_pages_are_read_as_they_are_mapped_also_after_a_deletion(tmp_path: Path) -> None:
+    store, image = ImageStore(tmp_path), make_image(1, 5, 4096)
+    store.put(image)
+    opened = store.open(image.kernel_digest)
+    store.delete(image.kernel_digest)
+    for source in (opened, image):  # of a file, of memory
+        for page in (4, 0, 2):
+            into = np.zeros(4096, dtype=np.uint8)
+            source.read_page(page, into)
+            assert np.array_equal(into, image.pages[page])
+
+
+def test_a_page_that_the_file_has_lost_is_a_typed_refusal(tmp_path: Path) -> None:
+    store, image = ImageStore(tmp_path), make_image(1, 3, 4096)
+    path = store.put(image)
+    opened = store.open(image.kernel_digest)
+    os.truncate(path, path.stat().st_size - 4096 - 1)
+    into = np.zeros(4096, dtype=np.uint8)
+    opened.read_page(0, into)
+    for page in (1, 2):
+        assert f"within page {page}" in refused(opened.read_page, page, into)
+
+
+@pytest.mark.parametrize("shape", [(4095,), (4097,), (1, 4096)])
+def test_a_page_is_read_into_its_own_size_only(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    store, image = ImageStore(tmp_path), make_image(1, 3, 4096)
+    store.put(image)
+    for source in (store.open(image.kernel_digest), image):
+        with pytest.raises(InternalFault) as caught:
+            source.read_page(0, np.zeros(shape, dtype=np.uint8))
+        assert caught.value.code is ErrorCode.OPERATOR_LAYOUT
+
+
+def test_an_image_that_nobody_holds_leaves_no_descriptor(tmp_path: Path) -> None:
+    store, image = ImageStore(tmp_path), make_image(1)
+    path = store.put(image)
+    before = len(os.listdir("/proc/self/fd"))
+    opened = [store.open(image.kernel_digest) for _ in range(8)]
+    del opened
+    path.write_bytes(path.read_bytes()[:200])
+    for _ in range(8):
+        refused(store.open, image.kernel_digest)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_tables_longer_than_one_read_arrive_whole(tmp_path: Path) -> None:
+    image = make_image(1)
+    image = replace(image, extents=np.arange(4000 * 9, dtype=np.int32).reshape(4000, 9))
+    store = ImageStore(tmp_path)
+    store.put(image)
+    assert same(store.verify(image.kernel_digest), image)
+
+
 @pytest.mark.parametrize("name", ["../escape", "", "AB" * 32, "ab" * 31])
 def test_a_name_that_is_no_digest_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InternalFault) as caught:

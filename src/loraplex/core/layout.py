@@ -15,9 +15,9 @@ Specification: 0x04D (demand from tensors), 0x05 (one pool), 0x06A (logical agai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -295,6 +295,14 @@ def _pieces(geometry: PageGeometry, shape: ModuleShape, factor: Factor) -> list[
     return out
 
 
+class PageReader(Protocol):
+    """Pages of an image that lie in a file."""
+
+    def read(self, index: int, into: npt.NDArray[np.uint8]) -> None:
+        """Fill `into`, uint8 [page_bytes] and contiguous, with a page; raises `adapter_load_failed` for a short one."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterImage:
     """An adapter's factors in kernel layout, ready to be copied page by page.
@@ -302,7 +310,8 @@ class AdapterImage:
     key: semantic digest. kernel_digest: digest of the local kernel ABI, 64 hexadecimal characters; names the image.
     itemsize: bytes of a factor element. modules: int32 [modules, 5] of (layer, module, rank, float32 scale bits,
     `vector_mask`): what the module must have, so that a vector that is missing as a whole is seen. extents: int32 [extents, 9] in the field order of `Extent`. pages: uint8 [pages, page_bytes], or [1,
-    block bytes] where the adapter takes a block. checksums: int64 [pages] by `page_checksum`.
+    block bytes] where the adapter takes a block. checksums: int64 [pages] by `page_checksum`. reader: where `pages`
+    is a mapping, the way to its bytes that takes no fault for every few of them.
     """
 
     key: str
@@ -312,6 +321,23 @@ class AdapterImage:
     extents: npt.NDArray[np.int32]
     pages: npt.NDArray[np.uint8]
     checksums: npt.NDArray[np.int64]
+    reader: PageReader | None = field(default=None, repr=False, compare=False)
+
+    def read_page(self, index: int, into: npt.NDArray[np.uint8]) -> None:
+        """Copy a page's bytes into `into`, uint8 [page_bytes] and contiguous, without the interpreter's lock.
+
+        What lies in a file is read, not mapped. Raises `adapter_load_failed` where the file ends before the page does,
+        `operator_layout` where `into` has another size than a page.
+        """
+        if into.shape != self.pages.shape[1:]:
+            raise InternalFault(
+                ErrorCode.OPERATOR_LAYOUT,
+                f"a page of shape {self.pages.shape[1:]} is not read into {into.shape}",
+            )
+        if self.reader is None:
+            np.copyto(into, self.pages[index])
+        else:
+            self.reader.read(index, into)
 
 
 _WEIGHTS: Final = 2 * np.arange(CHECKSUM_BLOCK, dtype=np.int64) + 1

@@ -41,6 +41,8 @@ _SEAL_BYTES: Final = 32
 _ALIGN: Final = 4096
 _SUFFIX: Final = ".image"
 _TEMPORARY: Final = ".tmp-"
+_FRONT_BYTES: Final = 1 << 16
+"""What one read takes of a file's beginning; the tables of most images lie in it."""
 _THREADS_FROM: Final = 4 << 20
 """An image of fewer bytes is not worth threads."""
 
@@ -131,20 +133,19 @@ class ImageStore:
         return path
 
     def open(self, kernel_digest: str) -> AdapterImage:
-        """The image, its arrays mapped read-only. Raises `adapter_load_failed` when it is not there or not whole."""
-        path = self._path(kernel_digest)
+        """The image, its arrays mapped read-only. Raises `adapter_load_failed` when it is not there or not whole.
+
+        `read_page` reads the same file, also after its deletion: its descriptor lives as long as the image.
+        """
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = _PageFile(os.open(self._path(kernel_digest), os.O_RDONLY | os.O_CLOEXEC), kernel_digest)
         except OSError:
             raise _failed(f"image {kernel_digest:.16} is not in the store") from None
         try:
-            size = os.fstat(fd).st_size
-            if size < _HEADER.size + _SEAL_BYTES:
-                raise _failed(f"image {kernel_digest:.16} has {size} bytes, too few for a header")
-            mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
-        return _decode(mapped, size, kernel_digest)
+            return file.image()
+        except BaseException:
+            file.close()
+            raise
 
     def verify(self, kernel_digest: str) -> AdapterImage:
         """`open`, and every page against its checksum."""
@@ -262,7 +263,7 @@ def _copy_pages(image: AdapterImage, fd: int, at: int, threads: int) -> None:
     def copy(page: int) -> bool:
         own = buffers.get()
         try:
-            np.copyto(own[0], image.pages[page])
+            image.read_page(page, own[0])
             intact = bool(page_checksum(own)[0] == image.checksums[page])
             if intact:
                 _write_all(fd, own.data.cast("B"), at + page * page_bytes)
@@ -297,30 +298,66 @@ def _header_of(image: AdapterImage) -> _Header:
     return _Header(image.itemsize, modules, extents, pages, page_bytes, image.key, image.kernel_digest)
 
 
-def _decode(mapped: mmap.mmap, size: int, kernel_digest: str) -> AdapterImage:
-    magic, itemsize, modules, extents, pages, page_bytes, key, kernel = _HEADER.unpack_from(mapped)
-    header = _Header(itemsize, modules, extents, pages, page_bytes, key.hex(), kernel.hex())
-    name = f"image {kernel_digest:.16}"
-    if magic != MAGIC:
-        raise _failed(f"{name} starts with {magic!r}, expected {MAGIC!r}")
-    if header.kernel_digest != kernel_digest:
-        raise _failed(f"{name} holds the image {header.kernel_digest:.16}")
-    if header.file_bytes != size:
-        raise _failed(f"{name} has {size} bytes, its header implies {header.file_bytes}")
-    start = _HEADER.size + _SEAL_BYTES
-    tables = mapped[start : start + header.tables_bytes]
-    if hashlib.sha256(mapped[: _HEADER.size] + tables).digest() != mapped[_HEADER.size : start]:
-        raise _failed(f"{name} has tables that do not match their digest")
-    ints = np.frombuffer(tables, dtype="<i4", count=modules * MODULE_COLUMNS + extents * EXTENT_COLUMNS)
-    split = modules * MODULE_COLUMNS
-    return AdapterImage(
-        key=header.key,
-        kernel_digest=kernel_digest,
-        itemsize=itemsize,
-        modules=ints[:split].reshape(modules, MODULE_COLUMNS),
-        extents=ints[split:].reshape(extents, EXTENT_COLUMNS),
-        pages=np.frombuffer(mapped, dtype=np.uint8, count=pages * page_bytes, offset=header.pages_at).reshape(
-            pages, page_bytes
-        ),
-        checksums=np.frombuffer(tables, dtype="<i8", count=pages, offset=4 * ints.size),
-    )
+class _PageFile:
+    """An open file of the store, closed with the last reference to it: `layout.PageReader` of its image."""
+
+    __slots__ = ("_at", "_digest", "_fd", "_page_bytes")
+
+    def __init__(self, fd: int, kernel_digest: str) -> None:
+        self._fd, self._digest = fd, kernel_digest
+        self._at = self._page_bytes = 0
+
+    def close(self) -> None:
+        """Let go of the file; nothing is read from it any more."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close
+
+    def read(self, index: int, into: npt.NDArray[np.uint8]) -> None:
+        """Fill `into` with a page; raises `adapter_load_failed` where the file ends before it does."""
+        view, start, done = memoryview(into).cast("B"), self._at + index * self._page_bytes, 0
+        while done < len(view):
+            count = os.preadv(self._fd, [view[done:]], start + done)
+            if count == 0:
+                raise _failed(f"image {self._digest:.16} ends at byte {start + done}, within page {index}")
+            done += count
+
+    def image(self) -> AdapterImage:
+        """Decode it; its pages are mapped, and read by this object."""
+        name, size = f"image {self._digest:.16}", os.fstat(self._fd).st_size
+        if size < _HEADER.size + _SEAL_BYTES:
+            raise _failed(f"{name} has {size} bytes, too few for a header")
+        front = os.pread(self._fd, _FRONT_BYTES, 0)
+        magic, itemsize, modules, extents, pages, page_bytes, key, kernel = _HEADER.unpack_from(front)
+        header = _Header(itemsize, modules, extents, pages, page_bytes, key.hex(), kernel.hex())
+        if magic != MAGIC:
+            raise _failed(f"{name} starts with {magic!r}, expected {MAGIC!r}")
+        if header.kernel_digest != self._digest:
+            raise _failed(f"{name} holds the image {header.kernel_digest:.16}")
+        if header.file_bytes != size:
+            raise _failed(f"{name} has {size} bytes, its header implies {header.file_bytes}")
+        start = _HEADER.size + _SEAL_BYTES
+        end = start + header.tables_bytes
+        if end > len(front):
+            front += os.pread(self._fd, end - len(front), len(front))
+        tables = front[start:end]
+        if hashlib.sha256(front[: _HEADER.size] + tables).digest() != front[_HEADER.size : start]:
+            raise _failed(f"{name} has tables that do not match their digest")
+        self._at, self._page_bytes = header.pages_at, page_bytes
+        mapped = mmap.mmap(self._fd, size, prot=mmap.PROT_READ)
+        ints = np.frombuffer(tables, dtype="<i4", count=modules * MODULE_COLUMNS + extents * EXTENT_COLUMNS)
+        split = modules * MODULE_COLUMNS
+        return AdapterImage(
+            key=header.key,
+            kernel_digest=self._digest,
+            itemsize=itemsize,
+            modules=ints[:split].reshape(modules, MODULE_COLUMNS),
+            extents=ints[split:].reshape(extents, EXTENT_COLUMNS),
+            pages=np.frombuffer(
+                mapped, dtype=np.uint8, count=pages * page_bytes, offset=header.pages_at
+            ).reshape(pages, page_bytes),
+            checksums=np.frombuffer(tables, dtype="<i8", count=pages, offset=4 * ints.size),
+            reader=self,
+        )
