@@ -36,7 +36,9 @@ PIECES: Final = "caches.part"
 GRACE_S: Final = 10
 LINES: Final = 15
 """Of a stage's end, in the summary."""
-PYTEST: Final = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default")
+THREADS: Final = "2"
+"""Of torch on the processor, in each process: tests run several, and one thread for each core in all of them is slower."""
+PYTEST: Final = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "--durations", "8")
 """Warnings are no errors: a device may come with other versions of the libraries than those that are pinned."""
 CLI: Final = (sys.executable, "-m", "loraplex.cli")
 
@@ -240,7 +242,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.keep is not None and unpack(options.keep, caches):
         print(f"compile caches restored from {options.keep}", flush=True)
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    environment = {"OMP_NUM_THREADS": THREADS, **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     cuda = has_cuda()
     outcomes = []
     for stage in stages:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from loraplex.model import residents
 from loraplex.model.copies import Copy
-from loraplex.model.stream_copies import StreamCopies
+from loraplex.model.stream_copies import Moving, StreamCopies
 from loraplex.ops.table import AdapterTable
 
 
@@ -71,8 +70,8 @@ class HeldStream(StreamCopies):
         self.digest = digest
         self.events: list[HeldEvent] = []
 
-    def _move(self, copy: Copy) -> None:
-        super()._move(copy)
+    def _sum(self, copy: Copy) -> None:
+        super()._sum(copy)
         if copy.image.kernel_digest == self.digest:
             event: Any = HeldEvent(copy.ready)
             self.events.append(event)
@@ -94,36 +93,37 @@ def hold_copies(rig: Any, digest: str) -> HeldStream:
     return copies
 
 
-def fail_first_copies(monkeypatch: pytest.MonkeyPatch, *, half_way: bool) -> set[int]:
-    """The first copy into each slot raises; the slots. half_way: after a page of it was moved."""
-    failed: set[int] = set()
+def fail_first_copies(monkeypatch: pytest.MonkeyPatch, *, half_way: bool) -> dict[int, Copy]:
+    """The first copy into each slot raises; those copies by slot. half_way: in its last slice, after a page of that was moved."""
+    failing: dict[int, Copy] = {}
     move = StreamCopies._move
 
-    def failing(self: StreamCopies, copy: Copy) -> None:
-        if copy.slot in failed:
-            move(self, copy)
+    def fail(self: StreamCopies, moving: Moving, first: int, count: int, buffer: torch.Tensor) -> None:
+        copy = moving.copy
+        last = first + count == len(copy.pages)
+        if failing.setdefault(copy.slot, copy) is not copy or (half_way and not last):
+            move(self, moving, first, count, buffer)
             return
-        failed.add(copy.slot)
         if half_way:
-            move(self, replace(copy, pages=copy.pages[:1]))
+            move(self, moving, first, 1, buffer)
         raise RuntimeError("the device refused the copy")
 
-    monkeypatch.setattr(StreamCopies, "_move", failing)
-    return failed
+    monkeypatch.setattr(StreamCopies, "_move", fail)
+    return failing
 
 
 def count_moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of every copy from now on; a page that moves in a step's own thread is an error."""
+    """Bytes of every slice from now on; a page that moves in a step's own thread is an error."""
     moved: list[int] = []
     move = StreamCopies._move
 
-    def count(self: StreamCopies, copy: Copy) -> None:
-        moved.append(copy.image.pages.nbytes)
-        move(self, copy)
+    def count_bytes(self: StreamCopies, moving: Moving, first: int, count: int, buffer: torch.Tensor) -> None:
+        moved.append(count * moving.copy.image.pages.shape[1])
+        move(self, moving, first, count, buffer)
 
     def refuse(self: AdapterTable, page: int, source: object) -> None:
         raise AssertionError("pages move on the copies' own stream")
 
-    monkeypatch.setattr(StreamCopies, "_move", count)
+    monkeypatch.setattr(StreamCopies, "_move", count_bytes)
     monkeypatch.setattr(AdapterTable, "copy_page", refuse)
     return moved

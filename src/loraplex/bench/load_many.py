@@ -73,6 +73,7 @@ def register_cold(bench: Bench, messages: Sequence[RegisterAdapter]) -> None:
 def measure_burst(bench: Bench, register: RegisterAdapter, count: int) -> BurstRow:
     """`count` adapters, absent from device and host memory, asked for at once; they leave the engine afterwards."""
     twins = [twin(bench.store, register) for _ in range(count)]
+    image_bytes = bench.store.open(register.kernel_digest).pages.nbytes
     register_cold(bench, twins)
     bench.make_cold(host=True)
     first, started = len(bench.step_cpu_ms), time.perf_counter()
@@ -86,7 +87,7 @@ def measure_burst(bench: Bench, register: RegisterAdapter, count: int) -> BurstR
         bench.call(RemoveAdapter(0, message.key))
         bench.store.delete(message.kernel_digest)
     bench.idle()
-    return BurstRow(count, register.host_bytes, seconds, len(bench.step_cpu_ms) - first)
+    return BurstRow(count, image_bytes, seconds, len(bench.step_cpu_ms) - first)
 
 
 def measure_swap(bench: Bench, register: RegisterAdapter, running: int) -> SwapRow:

@@ -299,7 +299,8 @@ class PageReader(Protocol):
     """Pages of an image that lie in a file."""
 
     def read(self, index: int, into: npt.NDArray[np.uint8]) -> None:
-        """Fill `into`, uint8 [page_bytes] and contiguous, with a page; raises `adapter_load_failed` for a short one."""
+        """Fill `into`, uint8 [n, page_bytes] and contiguous, with pages from `index` on; raises `adapter_load_failed` where
+        the file ends before they do."""
         ...
 
 
@@ -324,20 +325,24 @@ class AdapterImage:
     reader: PageReader | None = field(default=None, repr=False, compare=False)
 
     def read_page(self, index: int, into: npt.NDArray[np.uint8]) -> None:
-        """Copy a page's bytes into `into`, uint8 [page_bytes] and contiguous, without the interpreter's lock.
+        """`read_pages` of one page; into: uint8 [page_bytes]."""
+        self.read_pages(index, into[np.newaxis])
 
-        What lies in a file is read, not mapped. Raises `adapter_load_failed` where the file ends before the page does,
-        `operator_layout` where `into` has another size than a page.
+    def read_pages(self, first: int, into: npt.NDArray[np.uint8]) -> None:
+        """Copy consecutive pages into `into`, uint8 [n, page_bytes] and contiguous, without the interpreter's lock.
+
+        What lies in a file is read in one call, not mapped. Raises `adapter_load_failed` where the file ends before they
+        do, `operator_layout` where `into` does not hold whole pages of the image.
         """
-        if into.shape != self.pages.shape[1:]:
+        if into.ndim != 2 or into.shape[1:] != self.pages.shape[1:] or first + len(into) > len(self.pages):
             raise InternalFault(
                 ErrorCode.OPERATOR_LAYOUT,
-                f"a page of shape {self.pages.shape[1:]} is not read into {into.shape}",
+                f"pages {first} on of an image of shape {self.pages.shape} are not read into {into.shape}",
             )
         if self.reader is None:
-            np.copyto(into, self.pages[index])
+            np.copyto(into, self.pages[first : first + len(into)])
         else:
-            self.reader.read(index, into)
+            self.reader.read(first, into)
 
 
 _WEIGHTS: Final = 2 * np.arange(CHECKSUM_BLOCK, dtype=np.int64) + 1

@@ -1,8 +1,9 @@
-"""Copies into a CUDA pool: a thread fills page-locked buffers, a stream of its own moves them, events tell the end.
+"""Copies into a CUDA pool: threads fill page-locked buffers, a stream of its own moves them, events tell the end.
 
-The step's thread only puts a copy into a queue and asks events. The copying thread spends its time in memory copies and
-event waits, which hold no lock of the interpreter; what it runs of Python between two of them is a few microseconds a
-page. The buffers are few and fixed, so page-locked memory is bounded whatever is loaded.
+The step's thread only puts a copy into a queue and asks events. An image goes in a few slices, so that several threads
+read one image at once and two images overlap. A thread spends its time in reads and event waits, which hold no lock of
+the interpreter: one read for each slice, and a few microseconds of Python a page. The buffers are few and fixed, so
+page-locked memory is bounded whatever is loaded.
 
 Specification: 0x04A (pinned staging), 0x04E (copy, event, validate); DESIGN 4 "Loading".
 """
@@ -10,24 +11,41 @@ Specification: 0x04A (pinned staging), 0x04E (copy, event, validate); DESIGN 4 "
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
 import torch
 
 from loraplex.model.copies import Copy
 from loraplex.ops.table import AdapterTable
 
 _log: Final = logging.getLogger(__name__)
-BUFFERS: Final = 4
-"""Page-locked pages: one is filled while the others move."""
+THREADS: Final = 4
+"""Threads that read at most: a few move bytes as fast as memory lets them."""
+SLICE_BYTES: Final = 8 << 20
+"""Bytes that a thread reads at once, at least a page."""
+BUFFERS: Final = 2
+"""Page-locked slices of each thread: one is filled while the other moves."""
 IDLE_WAIT_S: Final = 0.002
 """How long a step without rows waits for the oldest copy: a copy that hangs must not keep a request that comes now."""
 IDLE_PAUSE_S: Final = 0.00002
+
+
+@dataclass(slots=True, eq=False)
+class Moving:
+    """A copy on its way. before: what its pages wait for. left: slices that were not given to the device yet. failed: one
+    of them could not be."""
+
+    copy: Copy
+    before: torch.cuda.Event
+    left: int
+    failed: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class StreamCopies:
@@ -35,22 +53,33 @@ class StreamCopies:
 
     def __init__(self, table: AdapterTable) -> None:
         self._table = table
-        device = table.pool.device
-        self._stream = torch.cuda.Stream(device)
-        self._buffers = torch.empty((BUFFERS, table.page_bytes), dtype=torch.uint8, pin_memory=True)
-        self._filled = [buffer.numpy() for buffer in self._buffers]
-        self._moved: list[torch.cuda.Event | None] = [None] * BUFFERS
-        self._asked: queue.SimpleQueue[tuple[Copy, torch.cuda.Event] | None] = queue.SimpleQueue()
+        self._stream = torch.cuda.Stream(table.pool.device)
+        self._slice_pages = max(1, SLICE_BYTES // table.page_bytes)
+        self._asked: queue.SimpleQueue[tuple[Moving, int, int] | None] = queue.SimpleQueue()
         self._open: deque[Copy] = deque()
-        self._thread = threading.Thread(target=self._work, name="copies", daemon=True)
-        self._thread.start()
+        self._summing = threading.Lock()
+        count = min(THREADS, len(os.sched_getaffinity(0)))
+        shape = (count, BUFFERS, self._slice_pages, table.page_bytes)
+        buffers = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        self._threads = [
+            threading.Thread(target=self._work, args=(own,), name=f"copies-{index}", daemon=True)
+            for index, own in enumerate(buffers)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def start(self, copy: Copy) -> None:
         """Queue it behind what the compute stream has been given: scrubs of these pages, where tests ask for them."""
         before = torch.cuda.Event()
         before.record(torch.cuda.current_stream(self._table.pool.device))
         self._open.append(copy)
-        self._asked.put((copy, before))
+        pages = len(copy.pages)
+        share = -(-pages // len(self._threads))
+        step = max(1, min(self._slice_pages, share))
+        starts = range(0, max(pages, 1), step)
+        moving = Moving(copy, before, len(starts))
+        for first in starts:
+            self._asked.put((moving, first, min(step, pages - first)))
 
     def advance(self, idle: bool) -> None:
         """The device moves by itself; an idle step waits a little for the oldest copy."""
@@ -76,51 +105,78 @@ class StreamCopies:
         """Wait for this copy."""
         for copy in self._open:
             if (copy.slot, copy.generation) == (slot, generation):
-                self._wait(copy)
+                copy.queued.wait()
+                if copy.ready is not None:
+                    copy.ready.synchronize()
 
     def close(self) -> None:
-        """End the thread after the copies that were asked for: it must not hold the pool any longer."""
-        self._asked.put(None)
-        self._thread.join()
+        """End the threads after the copies that were asked for: they must not hold the pool any longer."""
+        for _ in self._threads:
+            self._asked.put(None)
+        for thread in self._threads:
+            thread.join()
         self._open.clear()
 
-    @staticmethod
-    def _wait(copy: Copy) -> None:
-        copy.queued.wait()
-        if copy.ready is not None:
-            copy.ready.synchronize()
-
-    def _work(self) -> None:
-        """The thread: one copy after the other, until `close`."""
+    def _work(self, buffers: torch.Tensor) -> None:
+        """A thread: one slice after the other, until `close`. buffers: uint8 [BUFFERS, pages, page bytes], its own."""
+        moved: list[torch.cuda.Event | None] = [None] * BUFFERS
+        turn = 0
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             while (asked := self._asked.get()) is not None:
-                copy, before = asked
+                moving, first, count = asked
+                turn = (turn + 1) % BUFFERS
                 try:
-                    self._stream.wait_event(before)
-                    self._move(copy)
+                    last = moved[turn]
+                    if last is not None:
+                        last.synchronize()
+                    self._move(moving, first, count, buffers[turn])
                 except Exception:  # noqa: BLE001 - the thread's boundary: a copy without checksums is not intact
-                    _log.exception("the copy into adapter slot %d failed", copy.slot)
-                    copy.ready = None
-                    self._stream.synchronize()  # its pages go to others as soon as it is reported
-                finally:
-                    copy.queued.set()
+                    _log.exception("the copy into adapter slot %d failed", moving.copy.slot)
+                    moving.failed = True
+                moved[turn] = self._mark()
+                self._given(moving)
 
-    def _move(self, copy: Copy) -> None:
+    def _mark(self) -> torch.cuda.Event:
+        """An event behind everything that the stream was given."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def _move(self, moving: Moving, first: int, count: int, buffer: torch.Tensor) -> None:
+        """Read pages of a copy into a page-locked slice and give them to the device."""
+        copy = moving.copy
         offset, width = self._table.block_span(copy.size_class, copy.block)
-        for index, page in enumerate(copy.pages.tolist()):
-            turn = index % BUFFERS
-            moved = self._moved[turn]
-            if moved is not None:
-                moved.synchronize()
-            np.copyto(self._filled[turn][:width], copy.image.pages[index])
+        staged = buffer.view(-1)[: count * width].view(count, width)
+        copy.image.read_pages(first, staged.numpy())
+        self._stream.wait_event(moving.before)
+        for index, page in enumerate(copy.pages[first : first + count].tolist()):
             target = self._table.pool[page, offset : offset + width]
-            target.copy_(self._buffers[turn, :width], non_blocking=True)
-            moved = torch.cuda.Event()
-            moved.record(self._stream)
-            self._moved[turn] = moved
-        sums = self._table.checksums(copy.pages, copy.size_class, copy.block)
+            target.copy_(staged[index], non_blocking=True)
+
+    def _given(self, moving: Moving) -> None:
+        """A slice was given to the device, or failed; behind the last one the pages are summed where they lie."""
+        with moving.lock:
+            moving.left -= 1
+            if moving.left:
+                return
+        copy = moving.copy
+        try:
+            if not moving.failed:
+                self._sum(copy)
+                return
+        except Exception:  # noqa: BLE001 - as in `_work`
+            _log.exception("the copy into adapter slot %d could not be summed", copy.slot)
+        finally:
+            try:
+                if copy.ready is None:
+                    self._stream.synchronize()  # its pages go to others as soon as it is reported
+            finally:
+                copy.queued.set()
+
+    def _sum(self, copy: Copy) -> None:
+        """Sum the pages on the device, and have the sums come to the host; sets the event of the end."""
+        with self._summing:  # what the sums are made of is kept from call to call
+            sums = self._table.checksums(copy.pages, copy.size_class, copy.block)
         on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
         on_host.copy_(sums, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record(self._stream)
-        copy.sums, copy.ready = on_host, ready
+        copy.sums, copy.ready = on_host, self._mark()

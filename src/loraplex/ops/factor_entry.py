@@ -185,7 +185,9 @@ def _check_extents(factors: Factors) -> None:
     if short.size:
         index = short[:1] // len(SIDES)
         raise _refuse(
-            factors, index, f"its extents cover {int(covered[short[0]])} of {int(factors.ranks[index[0]])} ranks"
+            factors,
+            index,
+            f"its extents cover {int(covered[short[0]])} of {int(factors.ranks[index[0]])} ranks",
         )
 
 

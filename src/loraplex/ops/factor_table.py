@@ -135,7 +135,9 @@ class FactorTable:
             first, rows = self._held[slot]
             pairs.insert(0, (self.row_list[first : first + rows], entry.listed))
         staged = torch.empty(
-            sum(values.nbytes for _, values in pairs), dtype=torch.uint8, pin_memory=self.device.type == "cuda"
+            sum(values.nbytes for _, values in pairs),
+            dtype=torch.uint8,
+            pin_memory=self.device.type == "cuda",
         )
         at = 0
         for target, values in pairs:  # those of 8 bytes come first, so that every part is aligned

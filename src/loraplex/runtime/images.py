@@ -316,12 +316,14 @@ class _PageFile:
     __del__ = close
 
     def read(self, index: int, into: npt.NDArray[np.uint8]) -> None:
-        """Fill `into` with a page; raises `adapter_load_failed` where the file ends before it does."""
-        view, start, done = memoryview(into).cast("B"), self._at + index * self._page_bytes, 0
+        """Fill `into` with pages from `index` on; raises `adapter_load_failed` where the file ends before they do."""
+        view, start, done = into.data.cast("B"), self._at + index * self._page_bytes, 0
         while done < len(view):
             count = os.preadv(self._fd, [view[done:]], start + done)
             if count == 0:
-                raise _failed(f"image {self._digest:.16} ends at byte {start + done}, within page {index}")
+                raise _failed(
+                    f"image {self._digest:.16} ends at byte {start + done}, within page {index + done // self._page_bytes}"
+                )
             done += count
 
     def image(self) -> AdapterImage:
