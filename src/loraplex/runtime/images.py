@@ -317,7 +317,7 @@ class _PageFile:
 
     def read(self, index: int, into: npt.NDArray[np.uint8]) -> None:
         """Fill `into` with a page; raises `adapter_load_failed` where the file ends before it does."""
-        view, start, done = memoryview(into).cast("B"), self._at + index * self._page_bytes, 0
+        view, start, done = into.data, self._at + index * self._page_bytes, 0
         while done < len(view):
             count = os.preadv(self._fd, [view[done:]], start + done)
             if count == 0:
