@@ -103,6 +103,17 @@ def test_pages_are_read_as_they_are_mapped_also_after_a_deletion(tmp_path: Path)
             assert np.array_equal(into, image.pages[page])
 
 
+def test_an_image_with_other_pages_is_not_read_from_the_file(tmp_path: Path) -> None:
+    store, image = ImageStore(tmp_path), make_image(1, 3, 4096)
+    store.put(image)
+    opened = store.open(image.kernel_digest)
+    other = replace(opened, pages=make_image(2, 3, 4096).pages)
+    for source, pages in ((other, other.pages), (replace(opened, key="cd" * 32), image.pages)):
+        into = np.zeros(4096, dtype=np.uint8)
+        source.read_page(1, into)
+        assert np.array_equal(into, pages[1])
+
+
 def test_a_page_that_the_file_has_lost_is_a_typed_refusal(tmp_path: Path) -> None:
     store, image = ImageStore(tmp_path), make_image(1, 3, 4096)
     path = store.put(image)

@@ -298,7 +298,9 @@ def _pieces(geometry: PageGeometry, shape: ModuleShape, factor: Factor) -> list[
 
 
 class PageReader(Protocol):
-    """Pages of an image that lie in a file."""
+    """The file that the mapping `pages` is of."""
+
+    pages: npt.NDArray[np.uint8]
 
     def read(self, index: int, into: npt.NDArray[np.uint8]) -> None:
         """Fill `into`, uint8 [page_bytes] and contiguous, with a page; raises `adapter_load_failed` for a short one."""
@@ -324,6 +326,12 @@ class AdapterImage:
     pages: npt.NDArray[np.uint8]
     checksums: npt.NDArray[np.int64]
     reader: PageReader | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if (
+            self.reader is not None and self.reader.pages is not self.pages
+        ):  # a copy that was given other pages
+            object.__setattr__(self, "reader", None)
 
     def read_page(self, index: int, into: npt.NDArray[np.uint8]) -> None:
         """Copy a page's bytes into `into`, uint8 [page_bytes] and contiguous, without the interpreter's lock.

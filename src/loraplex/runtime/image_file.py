@@ -99,11 +99,11 @@ def front(header: Header, image: AdapterImage) -> bytes:
 class ImageFile:
     """An open file of the store, closed with the last reference to it: `layout.PageReader` of its image."""
 
-    __slots__ = ("_at", "_digest", "_fd", "_page_bytes")
+    __slots__ = ("_at", "_digest", "_fd", "pages")
 
     def __init__(self, fd: int, kernel_digest: str) -> None:
-        self._fd, self._digest = fd, kernel_digest
-        self._at = self._page_bytes = 0
+        self._fd, self._digest, self._at = fd, kernel_digest, 0
+        self.pages = np.empty((0, 0), dtype=np.uint8)
 
     def close(self) -> None:
         """Let go of the file; nothing is read from it any more."""
@@ -115,7 +115,7 @@ class ImageFile:
 
     def read(self, index: int, into: npt.NDArray[np.uint8]) -> None:
         """Fill `into` with a page; raises `adapter_load_failed` where the file ends before it does."""
-        view, start, done = into.data, self._at + index * self._page_bytes, 0
+        view, start, done = into.data, self._at + index * self.pages.shape[1], 0
         while done < len(view):
             count = os.preadv(self._fd, [view[done:]], start + done)
             if count == 0:
@@ -143,8 +143,9 @@ class ImageFile:
         tables = front[start:end]
         if hashlib.sha256(front[: _HEADER.size] + tables).digest() != front[_HEADER.size : start]:
             raise failed(f"{name} has tables that do not match their digest")
-        self._at, self._page_bytes = header.pages_at, page_bytes
         mapped = mmap.mmap(self._fd, size, prot=mmap.PROT_READ)
+        flat = np.frombuffer(mapped, dtype=np.uint8, count=pages * page_bytes, offset=header.pages_at)
+        self._at, self.pages = header.pages_at, flat.reshape(pages, page_bytes)
         ints = np.frombuffer(tables, dtype="<i4", count=modules * MODULE_COLUMNS + extents * EXTENT_COLUMNS)
         split = modules * MODULE_COLUMNS
         return AdapterImage(
@@ -153,9 +154,7 @@ class ImageFile:
             itemsize=itemsize,
             modules=ints[:split].reshape(modules, MODULE_COLUMNS),
             extents=ints[split:].reshape(extents, EXTENT_COLUMNS),
-            pages=np.frombuffer(
-                mapped, dtype=np.uint8, count=pages * page_bytes, offset=header.pages_at
-            ).reshape(pages, page_bytes),
+            pages=self.pages,
             checksums=np.frombuffer(tables, dtype="<i8", count=pages, offset=4 * ints.size),
             reader=self,
         )
