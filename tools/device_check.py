@@ -38,7 +38,18 @@ LINES: Final = 15
 """Of a stage's end, in the summary."""
 THREADS: Final = "2"
 """Of torch on the processor, in each process: tests run several, and one thread for each core in all of them is slower."""
-PYTEST: Final = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "--durations", "8")
+PYTEST: Final = (
+    sys.executable,
+    "-m",
+    "pytest",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-W",
+    "default",
+    "--durations",
+    "8",
+)
 """Warnings are no errors: a device may come with other versions of the libraries than those that are pinned."""
 CLI: Final = (sys.executable, "-m", "loraplex.cli")
 

@@ -137,6 +137,15 @@ def test_checksum_sees_order_value_and_position() -> None:
     assert (int(page_checksum(page)[0]) - exact) % (1 << 64) == 0
 
 
+@pytest.mark.parametrize("words", [1, 16384, 16385, 16 * 1024, 17 * 1024, 17 * 1024 + 5, 46 * 1024])
+def test_checksum_is_the_weighted_sum_at_every_length_also_in_the_middle_of_a_line(words: int) -> None:
+    around = np.random.default_rng(words).integers(0, 256, (2, 8 * words + 32), dtype=np.uint8)
+    pages = around[:, 16:-16]
+    for row, got in zip(pages, page_checksum(pages), strict=True):
+        exact = sum((2 * i + 1) * w for i, w in enumerate(row.view(np.int64).tolist()))
+        assert (int(got) - exact) % (1 << 64) == 0
+
+
 def test_checksum_wraps_modulo_2_to_the_64() -> None:
     pages = np.full((2, (1 << 18) + 8), 0x7F, dtype=np.uint8)  # more than one block of words
     pages[1, ::3] = 0x80

@@ -26,9 +26,9 @@ def stores(tmp_path: Path) -> tuple[ImageStore, ImageStore]:
     return ImageStore(tmp_path / "disk"), ImageStore(tmp_path / "host")
 
 
-@pytest.fixture
-def loader(tmp_path: Path, stores: object) -> Iterator[LoaderProcess]:
-    made = LoaderProcess(tmp_path / "disk", tmp_path / "host")
+@pytest.fixture(params=[0, 1], ids=["threads", "yields"])
+def loader(tmp_path: Path, stores: object, request: pytest.FixtureRequest) -> Iterator[LoaderProcess]:
+    made = LoaderProcess(tmp_path / "disk", tmp_path / "host", nice=request.param)
     yield made
     made.close()
 
@@ -53,7 +53,8 @@ def test_images_arrive_verified_and_go_when_told(
     for image in images:
         disk.put(image)
         loader.fetch(image.kernel_digest)
-    assert [(f.kernel_digest, f.code) for f in ended(loader, 5)] == [(i.kernel_digest, None) for i in images]
+    answers = {f.kernel_digest: f.code for f in ended(loader, 5)}
+    assert answers == {image.kernel_digest: None for image in images}
     assert all(same(host.verify(image.kernel_digest), image) for image in images)
     loader.drop(images[0].kernel_digest)
     until(loader, lambda: images[0].kernel_digest not in host.digests())
@@ -68,7 +69,7 @@ def test_what_is_damaged_or_absent_is_refused_by_name(
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     for digest in (make_image(1).kernel_digest, make_image(2).kernel_digest):
         loader.fetch(digest)
-    answers = ended(loader, 2)
+    answers = sorted(ended(loader, 2), key=lambda answer: answer.kernel_digest)
     assert [answer.code for answer in answers] == ["adapter_load_failed"] * 2
     assert "checksum" in answers[0].message
     assert "not in the store" in answers[1].message

@@ -147,6 +147,8 @@ class Extent:
 
 EXTENT_COLUMNS: Final = 9
 CHECKSUM_BLOCK: Final = 1 << 14
+"""Words of a page that are multiplied by their weights one by one; a longer page is summed by rows and columns."""
+CHECKSUM_ROW: Final = 1 << 10
 CHECKSUM_ITEMSIZE: Final = 8
 """Bytes of a word of a checksum; a page holds whole ones."""
 MODULE_COLUMNS: Final = 5
@@ -296,7 +298,9 @@ def _pieces(geometry: PageGeometry, shape: ModuleShape, factor: Factor) -> list[
 
 
 class PageReader(Protocol):
-    """Pages of an image that lie in a file."""
+    """The file that the mapping `pages` is of."""
+
+    pages: npt.NDArray[np.uint8]
 
     def read(self, index: int, into: npt.NDArray[np.uint8]) -> None:
         """Fill `into`, uint8 [n, page_bytes] and contiguous, with pages from `index` on; raises `adapter_load_failed` where
@@ -323,6 +327,12 @@ class AdapterImage:
     pages: npt.NDArray[np.uint8]
     checksums: npt.NDArray[np.int64]
     reader: PageReader | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if (
+            self.reader is not None and self.reader.pages is not self.pages
+        ):  # a copy that was given other pages
+            object.__setattr__(self, "reader", None)
 
     def read_page(self, index: int, into: npt.NDArray[np.uint8]) -> None:
         """`read_pages` of one page; into: uint8 [page_bytes]."""
@@ -355,9 +365,17 @@ def page_checksum(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     (2i + 1) * w_i. Every weight is odd, so no change of one word is missed.
     """
     words = pages.view(np.int64)
-    sums = np.zeros(len(words), dtype=np.int64)
-    for start in range(0, words.shape[1], CHECKSUM_BLOCK):
-        block = words[:, start : start + CHECKSUM_BLOCK]
-        # 2 (start + j) + 1 is 2 start and a weight that is the same in every block.
-        sums += np.einsum("pw,w->p", block, _WEIGHTS[: block.shape[1]]) + 2 * start * block.sum(axis=1)
+    count, length = words.shape
+    if length <= CHECKSUM_BLOCK:
+        sums: npt.NDArray[np.int64] = np.einsum("pw,w->p", words, _WEIGHTS[:length])
+        return sums
+    # As rows of CHECKSUM_ROW words, i = row * CHECKSUM_ROW + column: sums of rows and of columns take additions only,
+    # which run as fast as memory, and what is left to multiply is short.
+    rows = length // CHECKSUM_ROW
+    lines = words[:, : rows * CHECKSUM_ROW].reshape(count, rows, CHECKSUM_ROW)
+    rest = words[:, rows * CHECKSUM_ROW :]
+    first = 2 * CHECKSUM_ROW * np.arange(rows + 1, dtype=np.int64)
+    sums = lines.sum(axis=1) @ _WEIGHTS[:CHECKSUM_ROW] + lines.sum(axis=2) @ first[:-1]
+    if rest.shape[1]:
+        sums += rest @ _WEIGHTS[: rest.shape[1]] + first[-1] * rest.sum(axis=1)
     return sums

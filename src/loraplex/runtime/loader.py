@@ -39,13 +39,13 @@ _UNANSWERED: Final = 32
 """Fetches that the child has been sent and has not answered: its pipe never fills."""
 _READ_BYTES: Final = 1 << 16
 STOP_GRACE_S: Final = 2.0
-MOST_THREADS: Final = 4
+MOST_THREADS: Final = 8
 """Threads of a loader that need not yield: a few move bytes as fast as memory lets them."""
 
 
 class LoaderStart(msgspec.Struct, frozen=True):
     """What a loader is to do. disk, host: folders of the two stores. nice: added to its niceness. threads: that copy
-    and verify one image."""
+    and verify pages; with one, images come one after the other."""
 
     disk: str
     host: str
