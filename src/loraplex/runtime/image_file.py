@@ -119,7 +119,7 @@ class ImageFile:
         while done < len(view):
             count = os.preadv(self._fd, [view[done:]], start + done)
             if count == 0:
-                within = index + done // self._page_bytes
+                within = index + done // self.pages.shape[1]
                 raise failed(f"image {self._digest:.16} ends at byte {start + done}, within page {within}")
             done += count
 
