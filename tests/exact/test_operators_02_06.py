@@ -57,8 +57,8 @@ def table_of(factors: dict[int, ExactModule], dims: ModuleDims) -> AdapterTable:
         image = make_image({(0, O): Adapted(a, b, float(m.scale))}, torch.float32, 64)
         pages = list(range(page, page + len(image.pages)))
         page += len(image.pages)
-        for own, source in zip(pages, image.pages, strict=True):
-            table.copy_page(own, source)
+        for index, own in enumerate(pages):
+            table.copy_page(own, image, index)
         table.install(slot, image, pages)
         table.publish(slot, 1)
     return table

@@ -121,7 +121,7 @@ def count_moved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         moved.append(count * moving.copy.image.pages.shape[1])
         move(self, moving, first, count, buffer)
 
-    def refuse(self: AdapterTable, page: int, source: object) -> None:
+    def refuse(self: AdapterTable, *page: object) -> None:
         raise AssertionError("pages move on the copies' own stream")
 
     monkeypatch.setattr(StreamCopies, "_move", count_bytes)

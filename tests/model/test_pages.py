@@ -16,7 +16,7 @@ from tests.model.test_runner_adapters import CONFIGS, Rig, image, loaded, make_r
 from tests.model.tiny import decoder, reference
 
 from loraplex.core.ids import Module
-from loraplex.core.layout import Factor
+from loraplex.core.layout import AdapterImage, Factor
 from loraplex.model.copies import Copy, SteppedCopies
 from loraplex.model.decoder import Decoder
 from loraplex.ops.table import AdapterTable
@@ -88,9 +88,9 @@ def test_a_warm_step_copies_no_byte(root: Path, model: Decoder, monkeypatch: pyt
     moved: list[int] = []
     copy_page = AdapterTable.copy_page
 
-    def count(self: AdapterTable, page: int, source: np.ndarray, offset: int) -> None:
-        moved.append(source.nbytes)
-        copy_page(self, page, source, offset)
+    def count(self: AdapterTable, page: int, image: AdapterImage, index: int, offset: int) -> None:
+        moved.append(image.pages.shape[1])
+        copy_page(self, page, image, index, offset)
 
     monkeypatch.setattr(AdapterTable, "copy_page", count)
     check_warm_steps(root, loaded(root, model, ["all-r4", "rs-r16"]), moved)

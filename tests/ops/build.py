@@ -152,8 +152,8 @@ def make_world(
     for slot, image in enumerate(images, start=1):
         pages = ids[taken : taken + len(image.pages)]
         taken += len(image.pages)
-        for page, source in zip(pages.tolist(), image.pages, strict=True):
-            table.copy_page(page, source)
+        for index, page in enumerate(pages.tolist()):
+            table.copy_page(page, image, index)
         table.install(slot, image, pages)
         assert table.verify_pages(image, pages)
         table.publish(slot, 9 + slot)

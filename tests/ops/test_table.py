@@ -120,13 +120,14 @@ def test_checksums_equal_those_of_the_host_bytes_and_see_a_single_bit() -> None:
     rng = np.random.default_rng(1)
     bytes_ = rng.integers(0, 256, (3, PAGE), dtype=np.uint8)
     bytes_[2] = 0xFF
-    for page, source in zip((7, 3, 9), bytes_, strict=True):
-        t.copy_page(page, source)
+    some = dataclasses.replace(image(), pages=bytes_)
+    for index, page in enumerate((7, 3, 9)):
+        t.copy_page(page, some, index)
     assert t.checksums([7, 3, 9]).numpy().tolist() == page_checksum(bytes_).tolist()
     made = image()
     pages = pages_of(made)
-    for page, source in zip(pages, made.pages, strict=True):
-        t.copy_page(page, source)
+    for index, page in enumerate(pages):
+        t.copy_page(page, made, index)
     assert t.verify_pages(made, pages)
     t.pool[pages[-1], 17] ^= 4
     assert not t.verify_pages(made, pages)
@@ -148,8 +149,8 @@ def test_a_pool_that_is_a_window_of_a_larger_buffer() -> None:
     t = AdapterTable(whole[4:], torch.float32, 3, DIMS)
     source = adapter()
     made = make_image(source, torch.float32, PAGE)
-    for page, data in zip(pages_of(made), made.pages, strict=True):
-        t.copy_page(page, data)
+    for index, page in enumerate(pages_of(made)):
+        t.copy_page(page, made, index)
     t.install(1, made, pages_of(made))
     t.publish(1, 1)
     resident = t.adapter(1).module(0, Module.Q)

@@ -11,6 +11,7 @@ Specification: 0x04E (copy, event, validate); DESIGN 4 "Residency", "Loading".
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -19,10 +20,12 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
+from loraplex.core.errors import LoraplexError
 from loraplex.core.layout import AdapterImage
 from loraplex.core.packed import I32
 from loraplex.ops.table import AdapterTable
 
+_log: Final = logging.getLogger(__name__)
 PIECE_BYTES: Final = 1 << 20
 """Bytes that a step with rows copies at most on a CPU: about a millisecond of one core, copy and checksum."""
 IDLE_PIECE_BYTES: Final = 64 << 20
@@ -118,14 +121,21 @@ class SteppedCopies:
         self._open.clear()
 
     def _page(self, copy: Copy) -> int:
-        """Move and sum one page or block; bytes."""
+        """Move and sum one page or block; bytes. A copy whose image cannot be read has ended, without sums."""
         page = copy.pages[copy.done : copy.done + 1]
         offset, width = self._table.block_span(copy.size_class, copy.block)
-        if page.size:
-            self._table.copy_page(int(page[0]), copy.image.pages[copy.done], offset)
-            copy.sums[copy.done] = self._table.checksums(page, copy.size_class, copy.block)[0]
-            copy.done += 1
-        if copy.done == len(copy.pages):
+        ended = not page.size
+        if not ended:
+            try:
+                self._table.copy_page(int(page[0]), copy.image, copy.done, offset)
+                copy.sums[copy.done] = self._table.checksums(page, copy.size_class, copy.block)[0]
+                copy.done += 1
+                ended = copy.done == len(copy.pages)
+            except LoraplexError as error:
+                _log.warning("the copy into adapter slot %d failed: %s", copy.slot, error)
+                copy.sums = copy.sums[:0]
+                ended = True
+        if ended:
             self._open.remove(copy)
             self._ended.append(copy)
         return width

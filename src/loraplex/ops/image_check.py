@@ -1,7 +1,8 @@
 """Checks an adapter image against the model and the pool before anything reads through it.
 
 Owns the invariant that extents, ranks and dimensions agree (0x06E "validate rank table against factor/page
-extents"). Vectorised: an image of thousands of extents costs well under a millisecond. Never touches factor bytes.
+extents"). It runs between two steps, so tables are taken by columns in a few passes, and are sorted only where a writer
+did not leave them in canonical order. Never touches factor bytes.
 """
 
 from __future__ import annotations
@@ -27,11 +28,19 @@ from loraplex.ops.interface import ModuleDims
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
+Bounds = tuple[list[int], list[int]]
+"""Least and greatest value of each column of a table."""
 
 MODULES = len(Module)
 FACTORS = len(Factor)
 VECTORS = (Factor.H, Factor.G, Factor.C)
 ALL_VECTORS = vector_mask(VECTORS)
+_NOTHING = int(np.iinfo(np.int32).max), int(np.iinfo(np.int32).min)
+"""Bounds of no rows, which pass every check of a range."""
+_EXPONENT = 0x7F800000
+"""Bits of a float32 that are all set where it is not finite."""
+_LOW_RANK = 1 << Factor.A | 1 << Factor.B
+_LAYERED = max(LAYER_MODULES)
 LAYER, MODULE, FACTOR, RANK_LO, RANK_N, COL_LO, COL_N, PAGE, OFFSET = range(EXTENT_COLUMNS)
 
 
@@ -40,7 +49,7 @@ class CheckedImage:
     """The tables of an image that passed: sorted, widened, and cross-indexed.
 
     modules: int32 [n, 5] sorted by (layer, module). index: int32 [layers, modules] -> row of `modules`, or -1.
-    extents: int64 [e, 9] sorted by (layer, module, factor, col_lo, rank_lo). spans: int64 [n, factors, 2]: first
+    extents: int64 [e, 9], its columns contiguous, sorted by (layer, module, factor, col_lo, rank_lo). spans: int64 [n, factors, 2]: first
     extent and number of extents of each factor.
     """
 
@@ -69,140 +78,153 @@ def check_image(
         )
     if page_count != len(image.checksums):
         raise _refuse(f"it has {len(image.checksums)} pages, {page_count} were given")
-    d_in, d_out = _dimension_tables(dims)
-    modules = _check_modules(image.modules, dims, d_in)
+    widths = _widths(dims)
+    modules = _check_modules(image.modules, dims, widths)
     index = np.full((dims.layers, MODULES), -1, dtype=np.int32)
     index[modules[:, 0], modules[:, 1]] = np.arange(len(modules), dtype=np.int32)
-    extents = _sorted_extents(image.extents)
-    owner = _owners(extents, index, dims)
-    rows, cols = _factor_shapes(modules, extents, owner, d_in, d_out)
-    spans = _check_tiling(modules, extents, owner, rows, cols)
-    _check_bytes(extents, itemsize, page_bytes, page_count)
-    return CheckedImage(modules, index, extents, spans)
+    extents, key, bounds = _by_factor(image.extents, index, dims)
+    spans = _check_tiling(modules, extents, key, bounds, widths)
+    _check_bytes(extents, bounds, itemsize, page_bytes, page_count)
+    return CheckedImage(modules, index, extents.T, spans)
 
 
-def _dimension_tables(dims: ModuleDims) -> tuple[I64, I64]:
-    d_in, d_out = np.zeros(MODULES, dtype=np.int64), np.zeros(MODULES, dtype=np.int64)
-    for module, (columns_in, columns_out) in dims.dims.items():
-        d_in[module], d_out[module] = columns_in, columns_out
-    return d_in, d_out
+def _widths(dims: ModuleDims) -> I64:
+    """Columns of each factor of each module, int64 [modules, factors]; 0 where the model does not have the module."""
+    widths = np.zeros((MODULES, FACTORS), dtype=np.int64)
+    for module, (d_in, d_out) in dims.dims.items():
+        widths[module] = d_in, d_out, d_in, d_out, d_out  # A, B, h, g, c
+    return widths
 
 
-def _check_modules(raw: I32, dims: ModuleDims, d_in: I64) -> I32:
+def _bounds(columns: I64) -> Bounds:
+    least, greatest = _NOTHING
+    return columns.min(axis=1, initial=least).tolist(), columns.max(axis=1, initial=greatest).tolist()
+
+
+def _check_modules(raw: I32, dims: ModuleDims, widths: I64) -> I32:
     if raw.ndim != 2 or raw.shape[1] != MODULE_COLUMNS or len(raw) == 0:
         raise _refuse(f"its module table has shape {raw.shape}, expected [n, {MODULE_COLUMNS}] with n >= 1")
-    layer, module, rank = raw[:, 0], raw[:, 1], raw[:, 2]
-    if module.min() < 0 or module.max() >= MODULES or not d_in[module].all():
+    columns = raw.T.astype(np.int64, order="C")
+    layer, module = columns[0], columns[1]
+    low, high = _bounds(columns)
+    if low[1] < 0 or high[1] >= MODULES or not widths[module, Factor.A].all():
         raise _refuse(f"it names a module outside {sorted(m.name for m in dims.dims)}")
-    layers = np.where(module <= max(LAYER_MODULES), dims.layers, 1)
-    if layer.min() < 0 or (layer >= layers).any():
-        raise _refuse(f"it names layer {int(layer.max())} of a model of {dims.layers} layers")
-    if rank.min() < 0 or rank.max() > MAX_RANK:
+    if low[0] < 0 or high[0] >= dims.layers or layer[module > _LAYERED].any():
+        raise _refuse(f"it names layer {high[0]} of a model of {dims.layers} layers")
+    if low[2] < 0 or high[2] > MAX_RANK:
         raise InternalFault(
             ErrorCode.OPERATOR_RANK_UNSUPPORTED,
-            f"ranks run from 0 (vectors only) to {MAX_RANK}, got {int(rank.min())} to {int(rank.max())}",
+            f"ranks run from 0 (vectors only) to {MAX_RANK}, got {low[2]} to {high[2]}",
         )
-    if raw[:, 4].min() < 0 or raw[:, 4].max() > ALL_VECTORS:
+    if low[4] < 0 or high[4] > ALL_VECTORS:
         raise _refuse(f"a module's vectors are a mask from 0 to {ALL_VECTORS}, got {raw[:, 4].tolist()}")
-    scale = np.ascontiguousarray(raw[:, 3]).view(np.float32)
-    if not np.isfinite(scale).all():
+    if (columns[3] & _EXPONENT == _EXPONENT).any():
         raise _refuse("a scale is not finite")
-    key = layer.astype(np.int64) * MODULES + module
+    key = layer * MODULES + module
+    if (key[1:] > key[:-1]).all():
+        return raw.copy()
     order = np.argsort(key, kind="stable")
-    if (np.diff(key[order]) == 0).any():
+    key = key[order]
+    if (key[1:] == key[:-1]).any():
         raise _refuse("a module appears twice")
     return np.ascontiguousarray(raw[order])
 
 
-def _sorted_extents(raw: I32) -> I64:
+def _by_factor(raw: I32, index: I32, dims: ModuleDims) -> tuple[I64, I64, Bounds]:
+    """The extents as columns, int64 [9, e], in canonical order; row of the module table * factors + factor of each; and
+    the columns' bounds."""
     if raw.ndim != 2 or raw.shape[1] != EXTENT_COLUMNS:
         raise _refuse(f"its extent table has shape {raw.shape}, expected [n, {EXTENT_COLUMNS}]")
-    wide = raw.astype(np.int64)
-    order = np.lexsort((wide[:, RANK_LO], wide[:, COL_LO], wide[:, FACTOR], wide[:, MODULE], wide[:, LAYER]))
-    return np.ascontiguousarray(wide[order])
-
-
-def _owners(extents: I64, index: I32, dims: ModuleDims) -> I64:
-    """Row of the module table that each extent belongs to."""
-    layer, module, factor = extents[:, LAYER], extents[:, MODULE], extents[:, FACTOR]
-    inside = (
-        (layer >= 0)
-        & (layer < dims.layers)
-        & (module >= 0)
-        & (module < MODULES)
-        & (factor >= 0)
-        & (factor < FACTORS)
-    )
-    if not inside.all():
+    columns: I64 = raw.T.astype(np.int64, order="C")
+    low, high = bounds = _bounds(columns)
+    ends = (LAYER, dims.layers), (MODULE, MODULES), (FACTOR, FACTORS)
+    if any(low[column] < 0 or high[column] >= end for column, end in ends):
         raise _refuse("an extent names a layer, module or factor that does not exist")
-    owner = index[layer, module].astype(np.int64)
+    owner = index.reshape(-1)[columns[LAYER] * MODULES + columns[MODULE]]
     if (owner < 0).any():
         raise _refuse("an extent belongs to a module that the image does not have")
-    return owner
+    key = owner * np.int64(FACTORS) + columns[FACTOR]
+    if (key[1:] > key[:-1]).all():  # no factor is cut
+        return columns, key, bounds
+    order = np.lexsort((columns[RANK_LO], columns[COL_LO], key))
+    return columns[:, order], key[order], bounds
 
 
-def _factor_shapes(modules: I32, extents: I64, owner: I64, d_in: I64, d_out: I64) -> tuple[I64, I64]:
-    """Rows and columns of the factor that each extent is part of."""
-    module, factor = extents[:, MODULE], extents[:, FACTOR]
-    low_rank = factor <= Factor.B
-    rows = np.where(low_rank, modules[owner, 2], 1).astype(np.int64)
-    cols = np.where((factor == Factor.A) | (factor == Factor.H), d_in[module], d_out[module])
-    return rows, cols
-
-
-def _check_tiling(modules: I32, extents: I64, owner: I64, rows: I64, cols: I64) -> I64:
-    """The extents of each factor tile it exactly: column tiles from 0, each with its rank runs from 0."""
-    key = owner * FACTORS + extents[:, FACTOR]
-    first = np.append(True, np.diff(key) != 0)[: len(key)]
-    last = np.append(first[1:], True)[: len(key)]
-    rank_lo, rank_end = extents[:, RANK_LO], extents[:, RANK_LO] + extents[:, RANK_N]
-    col_lo, col_end = extents[:, COL_LO], extents[:, COL_LO] + extents[:, COL_N]
-    if (extents[:, RANK_N] < 1).any() or (extents[:, COL_N] < 1).any():
+def _check_tiling(modules: I32, extents: I64, key: I64, bounds: Bounds, widths: I64) -> I64:
+    """The extents of each factor tile it exactly, and each module has what its rank and its vectors say; the spans."""
+    low, _ = bounds
+    if low[RANK_N] < 1 or low[COL_N] < 1:
         raise _refuse("an extent is empty")
-    previous_rank = np.append(0, rank_end[:-1])[: len(key)]
-    previous_lo, previous_col = np.append(0, col_lo[:-1])[: len(key)], np.append(0, col_end[:-1])[: len(key)]
-    previous_rows = np.append(0, rows[:-1])[: len(key)]
-    same_tile = (col_lo == previous_lo) & (col_end == previous_col) & (rank_lo == previous_rank)
-    next_tile = (col_lo == previous_col) & (rank_lo == 0) & (previous_rank == previous_rows)
-    starts = (rank_lo == 0) & (col_lo == 0)
-    ends = ~last | ((rank_end == rows) & (col_end == cols))
-    if not (
-        np.where(first, starts, same_tile | next_tile) & ends & (rank_end <= rows) & (col_end <= cols)
-    ).all():
+    height = np.ones((len(modules), FACTORS), dtype=np.int64)
+    height[:, : Factor.H] = modules[:, 2:3]
+    rows, cols = height.reshape(-1)[key], widths[modules[:, 1]].reshape(-1)[key]
+    first = np.ones(len(key), dtype=np.bool_)
+    np.not_equal(key[1:], key[:-1], out=first[1:])
+    if not _tiles(extents, first, rows, cols):
         raise _refuse("the extents of a factor do not tile its rank rows and columns exactly once")
+    counts = np.bincount(key, minlength=len(modules) * FACTORS)
     spans = np.zeros((len(modules), FACTORS, 2), dtype=np.int64)
-    spans[owner[first], extents[first, FACTOR], 0] = np.flatnonzero(first)
-    np.add.at(spans[:, :, 1], (owner, extents[:, FACTOR]), 1)
-    has_factors = (spans[:, Factor.A, 1] > 0) & (spans[:, Factor.B, 1] > 0)
-    if (has_factors != (modules[:, 2] > 0)).any() or (spans[:, Factor.A, 1] > 0).sum() != has_factors.sum():
-        raise _refuse("a module of rank 1 or more lacks a factor, or one of rank 0 has one")
-    found = (spans[:, Factor.H :, 1] > 0) @ np.array([vector_mask([v]) for v in VECTORS])
-    if (found != modules[:, 4]).any():
-        row = int(np.flatnonzero(found != modules[:, 4])[0])
-        raise _refuse(
-            f"layer {int(modules[row, 0])} {Module(modules[row, 1]).name} declares the vectors {_names(modules[row, 4])} "
-            f"and has {_names(found[row])}"
-        )
-    if not spans[:, :, 1].any(axis=1).all():
-        raise _refuse("a module has neither factors nor vectors")
+    spans.reshape(-1, 2)[key[first], 0] = np.flatnonzero(first)
+    spans[:, :, 1] = counts.reshape(-1, FACTORS)
+    present = np.packbits(counts.reshape(-1, FACTORS) > 0, axis=1, bitorder="little")[:, 0]
+    ranks, vectors = modules[:, 2], modules[:, 4]
+    wanted = (ranks > 0) * np.int32(_LOW_RANK) | vectors << Factor.H
+    if (present != wanted).any() or not present.all():
+        raise _incomplete(modules, present)
     return spans
+
+
+def _incomplete(modules: I32, present: npt.NDArray[np.uint8]) -> InternalFault:
+    """What a module lacks. present: a bit for each factor that there is."""
+    low_rank, vectors = present & _LOW_RANK, present >> Factor.H
+    if ((low_rank == _LOW_RANK) != (modules[:, 2] > 0)).any():
+        return _refuse("a module of rank 1 or more lacks a factor, or one of rank 0 has one")
+    if (vectors != modules[:, 4]).any():
+        row = int(np.flatnonzero(vectors != modules[:, 4])[0])
+        return _refuse(
+            f"layer {int(modules[row, 0])} {Module(modules[row, 1]).name} declares the vectors {_names(modules[row, 4])} "
+            f"and has {_names(vectors[row])}"
+        )
+    return _refuse("a module has neither factors nor vectors")
+
+
+def _tiles(extents: I64, first: npt.NDArray[np.bool_], rows: I64, cols: I64) -> bool:
+    """Whether each factor's extents are column tiles from 0, each with its rank runs from 0, up to the factor's end.
+
+    first: which extents begin a factor. rows, cols: of the factor that each extent is part of.
+    """
+    rank_lo, rank_n, col_lo, col_n = extents[RANK_LO : COL_N + 1]
+    if first.all():
+        return not (rank_lo.any() or col_lo.any() or (rank_n != rows).any() or (col_n != cols).any())
+    rank_end, col_end = rank_lo + rank_n, col_lo + col_n
+    starts = (rank_lo == 0) & (col_lo == 0)
+    follows = np.zeros_like(first)
+    same_tile = (col_lo[1:] == col_lo[:-1]) & (col_end[1:] == col_end[:-1]) & (rank_lo[1:] == rank_end[:-1])
+    next_tile = (col_lo[1:] == col_end[:-1]) & (rank_lo[1:] == 0) & (rank_end[:-1] == rows[:-1])
+    follows[1:] = same_tile | next_tile
+    last = np.append(first[1:], True)
+    ends = ~last | ((rank_end == rows) & (col_end == cols))
+    return bool((np.where(first, starts, follows) & ends & (rank_end <= rows) & (col_end <= cols)).all())
 
 
 def _names(mask: int) -> list[str]:
     return [v.name for v in VECTORS if int(mask) & vector_mask([v])]
 
 
-def _check_bytes(extents: I64, itemsize: int, page_bytes: int, page_count: int) -> None:
-    size = np.where(extents[:, FACTOR] <= Factor.B, itemsize, VECTOR_ITEMSIZE)
-    page, start = extents[:, PAGE], extents[:, OFFSET]
-    end = start + extents[:, RANK_N] * extents[:, COL_N] * size
-    if (page < 0).any() or (page >= page_count).any() or (start < 0).any() or (end > page_bytes).any():
+def _check_bytes(extents: I64, bounds: Bounds, itemsize: int, page_bytes: int, page_count: int) -> None:
+    (low, high), start = bounds, extents[OFFSET]
+    size = np.where(extents[FACTOR] <= Factor.B, itemsize, VECTOR_ITEMSIZE)
+    nbytes = extents[RANK_N] * extents[COL_N] * size
+    if low[PAGE] < 0 or high[PAGE] >= page_count or low[OFFSET] < 0 or (start + nbytes > page_bytes).any():
         raise _refuse(
             f"an extent leaves its page of {page_bytes} bytes or the {page_count} pages of the image"
         )
-    if (start % EXTENT_ALIGN_BYTES).any():
+    if (start & (EXTENT_ALIGN_BYTES - 1)).any():
         raise _refuse(f"an extent does not start at a multiple of {EXTENT_ALIGN_BYTES} bytes")
-    order = np.lexsort((start, page))
-    touches = (page[order][1:] == page[order][:-1]) & (start[order][1:] < end[order][:-1])
-    if touches.any():
+    # None is empty and none leaves its page, so they are apart if and only if, counted from the image's beginning, as
+    # many of them have ended before the n-th begins as have begun.
+    begins = extents[PAGE] * page_bytes + start
+    ends = np.sort(begins + nbytes)
+    begins.sort()
+    if (begins[1:] < ends[:-1]).any():
         raise _refuse("two extents overlap")

@@ -30,12 +30,10 @@ from loraplex.core.layout import (
 )
 from loraplex.core.plan import BatchPlan
 from loraplex.ops.image_check import (
-    COL_LO,
     COL_N,
     OFFSET,
     PAGE,
     RANK_LO,
-    RANK_N,
     CheckedImage,
     check_image,
 )
@@ -127,6 +125,11 @@ class ResidentAdapter:
         return tuple(out)
 
 
+def _repeats(pages: I64) -> bool:
+    ordered = np.sort(pages)
+    return bool((ordered[1:] == ordered[:-1]).any())
+
+
 class Mirror(Protocol):
     """What follows a table for kernels that do not read it themselves."""
 
@@ -157,6 +160,7 @@ class AdapterTable:
                 ErrorCode.OPERATOR_LAYOUT, f"a page of {pool.shape[1]} bytes does not hold whole elements"
             )
         self.pool = pool
+        self._host = pool.numpy() if pool.device.type == "cpu" else None
         self.dtype = dtype
         self.modules = modules
         self.max_slots = max_slots
@@ -294,15 +298,19 @@ class AdapterTable:
         width = block_bytes(self.page_bytes, size_class)
         return block * width, width
 
-    def copy_page(self, page_id: int, source: npt.NDArray[np.uint8], offset: int = 0) -> None:
-        """Copy host bytes, uint8 [n], into a page from `offset` on; asynchronous on a device's stream."""
+    def copy_page(self, page_id: int, image: AdapterImage, index: int, offset: int = 0) -> None:
+        """Copy a page of an image into a page from `offset` on; asynchronous on a device's stream.
+
+        Raises `adapter_load_failed` where the image's file has lost it.
+        """
         self._check_pages([page_id])
-        target = self.pool[page_id, offset : offset + source.size]
-        if self.pool.device.type == "cpu":
-            np.copyto(target.numpy(), source)
-        else:
-            staged = torch.from_numpy(source.copy()).pin_memory()  # the source may be a read-only mapping
-            target.copy_(staged, non_blocking=True)
+        width = image.pages.shape[1]
+        if self._host is not None:
+            image.read_page(index, self._host[page_id, offset : offset + width])
+            return
+        staged = torch.empty(width, dtype=torch.uint8, pin_memory=True)
+        image.read_page(index, staged.numpy())
+        self.pool[page_id, offset : offset + width].copy_(staged, non_blocking=True)
 
     def checksums(self, page_ids: Sequence[int] | I32, size_class: int = 0, block: int = 0) -> torch.Tensor:
         """Checksums of pages, or of one block of each, as they lie on the device, int64 [n].
@@ -311,10 +319,11 @@ class AdapterTable:
         """
         pages = self._check_pages(page_ids)
         offset, width = self.block_span(size_class, block)
-        if self.pool.device.type == "cpu":
-            held = self.pool[:, offset : offset + width].numpy()
-            sums = [page_checksum(held[page : page + 1])[0] for page in pages.tolist()]
-            return torch.tensor(sums, dtype=torch.int64)
+        if self._host is not None:
+            sums = np.empty(len(pages), dtype=np.int64)
+            for row, page in enumerate(pages.tolist()):
+                sums[row : row + 1] = page_checksum(self._host[page : page + 1, offset : offset + width])
+            return torch.from_numpy(sums)
         if self._weights is None:
             words = self.page_bytes // CHECKSUM_ITEMSIZE
             self._weights = torch.arange(words, dtype=torch.int64, device=self.pool.device).mul_(2).add_(1)
@@ -336,7 +345,7 @@ class AdapterTable:
     def _resident(self, tables: CheckedImage, pages: I64, offset: int) -> ResidentAdapter:
         extents = np.empty((len(tables.extents), EXTENT_WORDS), dtype=np.int64)
         extents[:, 0] = pages[tables.extents[:, PAGE]] * self.page_bytes + offset + tables.extents[:, OFFSET]
-        extents[:, 1:] = tables.extents[:, [RANK_LO, RANK_N, COL_LO, COL_N]]
+        extents[:, 1:] = tables.extents[:, RANK_LO : COL_N + 1]
         return ResidentAdapter(
             pages=pages,
             index=tables.index,
@@ -375,7 +384,8 @@ class AdapterTable:
     def _check_pages(self, page_ids: Sequence[int] | I32) -> I64:
         pages = np.ascontiguousarray(page_ids, dtype=np.int64)
         count = int(self.pool.shape[0])
-        if pages.size and (pages.min() < 1 or pages.max() >= count or np.unique(pages).size != pages.size):
+        least, most = pages.min(initial=count), pages.max(initial=0)
+        if pages.size and (least < 1 or most >= count or (pages.size > 1 and _repeats(pages))):
             raise InternalFault(
                 ErrorCode.PLAN_PAGE_TABLE,
                 f"pages must be distinct and between 1 and {count - 1}, got {pages.tolist()}",
