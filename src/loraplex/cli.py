@@ -90,6 +90,9 @@ def serve(
     host_gb: Annotated[
         float | None, Parameter(help="Adapter images in host memory, in GiB; a quarter of it by default.")
     ] = None,
+    host_locked_gb: Annotated[
+        float | None, Parameter(help="Of them, page-locked for a CUDA device, in GiB; 4 at most by default.")
+    ] = None,
     max_model_len: Annotated[int | None, Parameter(help="Positions of one request at most.")] = None,
     tensor_parallel: Annotated[int, Parameter(help="Devices that share the model; 1 for now.")] = 1,
     policy: Annotated[str, Parameter(help="Scheduling policy; fcfs for now.")] = "fcfs",
@@ -139,6 +142,7 @@ def serve(
         log_prompts=log_prompts,
         drain_s=drain_s,
         host_gb=host_gb,
+        host_locked_gb=host_locked_gb,
     )
     return run_server(config)
 

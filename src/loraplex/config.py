@@ -21,7 +21,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: folder with config.json. images_dir: where verified adapter images lie. pool_gb: size of the page pool in
     GiB. page_tokens: positions in a KV page. pipeline_depth: 0 or 1. token_budget: rows of a step, at least max_requests. backend: the model runs in the engine's process,
     or in one of its own that gets only packed plans. loader: host images are verified by the engine's thread, where the
-    disk store has them, or brought into shared memory by a process. host_gb: host images together, in GiB. host_dir:
+    disk store has them, or brought into shared memory by a process. host_gb: host images together, in GiB.
+    host_locked_gb: of them, in a region that a CUDA device locks and reads in place, in GiB; 0 for none. host_dir:
     where backends find host images; None where they lie in images_dir. adapter_share: part of the pool that adapters may
     take at first. plan_log: file that receives every packed plan. scrub: fill freed
     pages with 0xFF (tests).
@@ -41,6 +42,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     backend: str = "inline"
     loader: str = "inline"
     host_gb: float | None = None
+    host_locked_gb: float | None = None
     host_dir: str | None = None
     adapter_share: float = 1.0
     plan_log: str | None = None
@@ -56,6 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise CallerError(
                 ErrorCode.CONFIG_INVALID, f"host_gb must be above 0, got {self.host_gb}", param="host_gb"
             )
+        _locked_size(self.host_locked_gb, self.device)
         if not 0 <= self.adapter_share <= 1:
             raise CallerError(
                 ErrorCode.CONFIG_INVALID,
@@ -94,6 +97,15 @@ DEFAULT_DRAIN_S = 30.0
 DEFAULT_STORE_GB = 32.0
 
 
+def _locked_size(host_locked_gb: float | None, device: str) -> None:
+    if host_locked_gb is None:
+        return
+    if not 0 <= host_locked_gb < 1 << 20:
+        raise _invalid("host_locked_gb", f"host_locked_gb must be at least 0, got {host_locked_gb}")
+    if host_locked_gb and device == "cpu":
+        raise _invalid("host_locked_gb", "host_locked_gb locks memory for a CUDA device; on cpu it must be 0")
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `loraplex serve` was asked for. `engine` makes the engine's part of it.
 
@@ -101,7 +113,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     registered, and the only places that remote callers may load from; also URL prefixes. catalog: URL of its database,
     None for one that ends with the server. store_gb: limit of the store of downloaded adapters, GiB. api_key_file:
     without one, only loopback. expose_without_keys: listen elsewhere all the same. log_prompts: prompts may stand in the
-    log. host_gb: adapter images in host memory, in GiB. drain_s: how long open requests may go on after SIGTERM.
+    log. host_gb: adapter images in host memory, in GiB. host_locked_gb: see `EngineConfig`. drain_s: how long open requests may go on after SIGTERM.
     """
 
     model: str | None = None
@@ -124,6 +136,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     log_prompts: bool = False
     drain_s: float = DEFAULT_DRAIN_S
     host_gb: float | None = None
+    host_locked_gb: float | None = None
 
     def __post_init__(self) -> None:
         if self.demo == (self.model is not None):
@@ -161,6 +174,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             load_format=self.load_format,
             loader="process",
             host_gb=self.host_gb,
+            host_locked_gb=self.host_locked_gb,
         )
 
 

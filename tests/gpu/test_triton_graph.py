@@ -91,7 +91,7 @@ def test_a_graph_replayed_over_thousands_of_mixes_equals_eager() -> None:
         graph.replay()
         eager.prepare(work)
         rows = rows_of(work)
-        base = torch.tensor([row for row in range(ROWS) if row not in rows], device=DEVICE)
+        base = torch.tensor([row for row in range(ROWS) if row not in rows], dtype=torch.long, device=DEVICE)
         for group, (y, y0) in enumerate(zip(after, before, strict=True)):
             want = y0.clone()
             for layer in range(LAYERS):

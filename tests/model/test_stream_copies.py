@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.model import test_pages
+from tests.model.drive import Images
 from tests.model.streamed import count_moved, fail_first_copies, fake_streams, hold_copies
 from tests.model.test_copy_faults import TornOnce, check_damaged_copies, check_removal_under_load
 from tests.model.test_pages import check_open_copy, check_warm_steps
 from tests.model.test_runner_adapters import Rig, check_engine, image, loaded, make_root
 from tests.model.tiny import decoder
 
+from loraplex.core.layout import AdapterImage
 from loraplex.model.decoder import Decoder
+from loraplex.model.stream_copies import runs
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +72,23 @@ def test_an_adapter_leaves_while_it_is_used(root: Path, model: Decoder, depth: i
 @pytest.mark.parametrize("depth", [0, 1])
 def test_adapters_are_evicted_and_restored(root: Path, model: Decoder, depth: int) -> None:
     check_engine(Rig(root, model, depth=depth, pages=40), True)
+
+
+def test_runs_of_pages_go_together() -> None:
+    assert runs(np.array([5, 6, 7, 3, 9, 10], dtype=np.int32)) == [(0, 5, 3), (3, 3, 1), (4, 9, 2)]
+    assert runs(np.array([2], dtype=np.int32)) == [(0, 2, 1)]
+    assert runs(np.array([], dtype=np.int32)) == []
+
+
+def test_images_in_locked_memory_are_read_where_they_lie(
+    root: Path, model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: AdapterImage, first: int, into: object) -> None:
+        raise AssertionError("nothing reads an image that a device reaches")
+
+    class Locked(Images):
+        def open(self, kernel_digest: str) -> AdapterImage:
+            return replace(super().open(kernel_digest), locked=True)
+
+    monkeypatch.setattr(AdapterImage, "read_pages", refuse)
+    check_engine(Rig(root, model, depth=1, pages=40, images=Locked()), True)

@@ -316,7 +316,8 @@ class AdapterImage:
     itemsize: bytes of a factor element. modules: int32 [modules, 5] of (layer, module, rank, float32 scale bits,
     `vector_mask`): what the module must have, so that a vector that is missing as a whole is seen. extents: int32 [extents, 9] in the field order of `Extent`. pages: uint8 [pages, page_bytes], or [1,
     block bytes] where the adapter takes a block. checksums: int64 [pages] by `page_checksum`. reader: where `pages`
-    is a mapping, the way to its bytes that takes no fault for every few of them.
+    is a mapping, the way to its bytes that takes no fault for every few of them. locked: `pages` lie in page-locked memory,
+    which a device reads in place.
     """
 
     key: str
@@ -327,6 +328,7 @@ class AdapterImage:
     pages: npt.NDArray[np.uint8]
     checksums: npt.NDArray[np.int64]
     reader: PageReader | None = field(default=None, repr=False, compare=False)
+    locked: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if (

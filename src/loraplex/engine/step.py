@@ -8,8 +8,8 @@
     commit   the oldest launched plan's result becomes state, once enough plans are in flight
     publish  messages and events leave
 
-At depth 0 a plan is committed in the step that launched it. At depth 1 the next one is planned and launched first,
-with references to tokens that are still on the device; what takes pages or slots away waits for the commit.
+At depth 0 a plan is committed in the step that launched it, and so is one without rows. At depth 1 the next one is planned
+and launched first, with references to tokens that are still on the device; what takes pages or slots away waits for the commit.
 
 Synchronous and deterministic: everything outside comes through ports.
 """
@@ -65,7 +65,7 @@ class Engine:
         selection = self._reserve()
         flight = self._plan(selection)
         launched = self._execute(flight)
-        committed = self._commit(launched)
+        committed = self._commit(overlap=launched and flight is not None and flight.plan.rows > 0)
         published = self._publish()
         return moved or launched or committed or published
 
@@ -97,9 +97,12 @@ class Engine:
     def _execute(self, flight: Flight | None) -> bool:
         return flight is not None and launch.launch(self.state, self._backend, flight)
 
-    def _commit(self, launched: bool) -> bool:
-        """Commit until at most `depth` plans are in flight, or none when nothing was launched."""
-        allowed = self.state.limits.depth if launched else 0
+    def _commit(self, *, overlap: bool) -> bool:
+        """Commit until at most `depth` plans are in flight; all where nothing was launched that takes the device time.
+
+        A plan without rows has its result as soon as it was launched: what waits for it need not wait for another step.
+        """
+        allowed = self.state.limits.depth if overlap else 0
         committed = False
         while len(self.state.flights) > allowed:
             committed = True

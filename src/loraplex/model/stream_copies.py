@@ -1,9 +1,9 @@
-"""Copies into a CUDA pool: threads fill page-locked buffers, a stream of its own moves them, events tell the end.
+"""Copies into a CUDA pool: the device moves pages on a stream of its own, events tell the end.
 
-The step's thread only puts a copy into a queue and asks events. An image goes in a few slices, so that several threads
-read one image at once and two images overlap. A thread spends its time in reads and event waits, which hold no lock of
-the interpreter: one read for each slice, and a few microseconds of Python a page. The buffers are few and fixed, so
-page-locked memory is bounded whatever is loaded.
+The step's thread only puts a copy into a queue and asks events. An image in page-locked memory goes as it lies. Any other
+is read into page-locked buffers first, in a few slices, so that several threads read one image at once and two images
+overlap. A thread spends its time in reads and event waits, which hold no lock of the interpreter: one read for each slice,
+and a few microseconds of Python for each run of pages. The buffers are few and fixed, so what they lock is bounded.
 
 Specification: 0x04A (pinned staging), 0x04E (copy, event, validate); DESIGN 4 "Loading".
 """
@@ -19,8 +19,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
 import torch
 
+from loraplex.core.packed import I32
 from loraplex.model.copies import Copy
 from loraplex.ops.table import AdapterTable
 
@@ -75,7 +77,7 @@ class StreamCopies:
         self._open.append(copy)
         pages = len(copy.pages)
         share = -(-pages // len(self._threads))
-        step = max(1, min(self._slice_pages, share))
+        step = max(1, pages if copy.image.locked else min(self._slice_pages, share))
         starts = range(0, max(pages, 1), step)
         moving = Moving(copy, before, len(starts))
         for first in starts:
@@ -143,15 +145,18 @@ class StreamCopies:
         return event
 
     def _move(self, moving: Moving, first: int, count: int, buffer: torch.Tensor) -> None:
-        """Read pages of a copy into a page-locked slice and give them to the device."""
+        """Give pages of a copy to the device, by way of a page-locked slice where they do not lie in such memory."""
         copy = moving.copy
         offset, width = self._table.block_span(copy.size_class, copy.block)
-        staged = buffer.view(-1)[: count * width].view(count, width)
-        copy.image.read_pages(first, staged.numpy())
+        if copy.image.locked:
+            source = torch.from_numpy(copy.image.pages)
+        else:
+            source = buffer.view(-1)[: count * width].view(count, width)
+            copy.image.read_pages(first, source.numpy())
         self._stream.wait_event(moving.before)
-        for index, page in enumerate(copy.pages[first : first + count].tolist()):
-            target = self._table.pool[page, offset : offset + width]
-            target.copy_(staged[index], non_blocking=True)
+        for at, page, run in runs(copy.pages[first : first + count]):
+            target = self._table.pool[page : page + run, offset : offset + width]
+            target.copy_(source[at : at + run], non_blocking=True)
 
     def _given(self, moving: Moving) -> None:
         """A slice was given to the device, or failed; behind the last one the pages are summed where they lie."""
@@ -180,3 +185,13 @@ class StreamCopies:
         on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
         on_host.copy_(sums, non_blocking=True)
         copy.sums, copy.ready = on_host, self._mark()
+
+
+def runs(pages: I32) -> list[tuple[int, int, int]]:
+    """Pages that follow one another: (index of the first, its page, how many)."""
+    if not pages.size:
+        return []
+    first = np.flatnonzero(np.diff(pages, prepend=pages[0] - 2) != 1)
+    return list(
+        zip(first.tolist(), pages[first].tolist(), np.diff(first, append=pages.size).tolist(), strict=True)
+    )

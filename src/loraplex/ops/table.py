@@ -44,7 +44,7 @@ I64 = npt.NDArray[np.int64]
 
 EXTENT_WORDS = 5
 """Columns of `ResidentAdapter.extents`: byte offset in the pool, rank_lo, rank_n, col_lo, col_n."""
-CHECKSUM_CHUNK: Final = 16 << 20
+CHECKSUM_CHUNK: Final = 32 << 20
 """Bytes that are summed at once on a device."""
 
 
@@ -332,7 +332,7 @@ class AdapterTable:
         at = torch.from_numpy(pages).pin_memory().to(self.pool.device, non_blocking=True)
         lines = self.pool[:, offset : offset + width].view(torch.int64)
         parts = [
-            (lines.index_select(0, own) * weights).sum(dim=1)
+            lines.index_select(0, own).mul_(weights).sum(dim=1)
             for own in at.split(max(1, CHECKSUM_CHUNK // width))
         ]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=self.pool.device)

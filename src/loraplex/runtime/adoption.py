@@ -65,26 +65,57 @@ def adopt_pages(image: AdapterImage, fd: int, beginning: bytes, threads: PageThr
         os.posix_fallocate(fd, 0, size)
     memory[: len(beginning)] = np.frombuffer(beginning, dtype=np.uint8)
     width = image.pages.shape[1]
-    pages = memory[len(beginning) :].reshape(image.pages.shape)
+
+    def before(page: int) -> None:
+        if by_page:
+            _populate(memory, len(beginning) + page * width, width)
+
+    def after(page: int) -> None:
+        # The bytes stay; one unmapping of all takes long.
+        _advise(memory, len(beginning) + page * width, width, mmap.MADV_DONTNEED)
+
+    fill_pages(image, memory[len(beginning) :].reshape(image.pages.shape), threads, before, after)
+
+
+def fill_pages(
+    image: AdapterImage,
+    pages: npt.NDArray[np.uint8],
+    threads: PageThreads | None,
+    before: Callable[[int], object] = lambda page: None,
+    after: Callable[[int], object] = lambda page: None,
+) -> None:
+    """Read each page of an image into `pages`, uint8 [pages, page_bytes], which nobody else has, and sum it there.
+
+    before, after: what is done around each page. Raises `adapter_load_failed` for a page without its checksum.
+    """
     turns = iter(range(len(pages)))  # shared by the threads: each takes the next page that nobody has taken
 
     def take() -> list[int]:
         return [page for page in turns if not intact(page)]
 
     def intact(page: int) -> bool:
-        own, start = pages[page : page + 1], len(beginning) + page * width
-        if by_page:
-            _populate(memory, start, width)
+        own = pages[page : page + 1]
+        before(page)
         image.read_page(page, own[0])
         same = bool(page_checksum(own)[0] == image.checksums[page])
-        _advise(
-            memory, start, own.nbytes, mmap.MADV_DONTNEED
-        )  # the bytes stay; one unmapping of all takes long
+        after(page)
         return same
 
     damaged = take() if threads is None or pages.nbytes < _THREADS_FROM else threads.run(take, len(pages))
     if damaged:
         raise failed(f"page {min(damaged)} of image {image.kernel_digest:.16} does not have its checksum")
+
+
+def populate(memory: npt.NDArray[np.uint8], threads: int) -> None:
+    """Find memory for a mapped file, several threads at a time; raises OSError where there is none left."""
+    share = -(-memory.size // threads // mmap.PAGESIZE) * mmap.PAGESIZE
+    starts = range(0, memory.size, share) if memory.size else ()
+    with ThreadPoolExecutor(threads) as pool:
+        for found in pool.map(
+            lambda start: _populate(memory, start, min(share, memory.size - start)), starts
+        ):
+            if not found:
+                raise OSError(errno.EINVAL, "this kernel finds no memory ahead of its use")
 
 
 def _populate(memory: npt.NDArray[np.uint8], start: int, nbytes: int) -> bool:

@@ -22,12 +22,14 @@ from loraplex.runtime.base import BaseModel, describe_base
 from loraplex.runtime.grammars import load_grammars
 from loraplex.runtime.images import ImageStore
 from loraplex.runtime.loader import InlineLoader, LoaderProcess, host_folder
+from loraplex.runtime.region import Region
 from loraplex.runtime.text import configured_ends, load_tokenizer
 from loraplex.runtime.worker import PlanLog, ProcessBackend
 
 DEFAULT_POOL_GB_CPU: Final = 1.0
 DEFAULT_MODEL_LEN_CPU: Final = 8192
 GIB: Final = 1 << 30
+DEFAULT_LOCKED_BYTES: Final = 4 << 30
 NICE: Final = 10
 """How much a loader on the host of a CPU engine yields to its steps."""
 
@@ -103,10 +105,30 @@ def make_loader(
     if config.loader == "inline":
         return InlineLoader(ImageStore(Path(config.images_dir))), config, wanted, []
     folder, limit, sentence = held.enter_context(host_folder(Path(config.images_dir), wanted))
+    said = [sentence, *_make_region(config, folder, limit)]
     loader = LoaderProcess(config.images_dir, folder, NICE if config.device == "cpu" else 0)
     held.callback(loader.close)
     config = msgspec.structs.replace(config, host_dir=str(folder))
-    return loader, config, limit, [sentence]
+    return loader, config, limit, said
+
+
+def _make_region(config: EngineConfig, folder: Path, limit: int) -> list[str]:
+    """The region of a CUDA engine's host folder, for whoever locks it; what to say of it.
+
+    By default as much as the limit allows, 4 GiB at most.
+    """
+    if config.device == "cpu" or config.host_locked_gb == 0:
+        return []
+    default = min(limit, DEFAULT_LOCKED_BYTES)
+    nbytes = default if config.host_locked_gb is None else int(config.host_locked_gb * GIB)
+    if nbytes > limit:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"host_locked_gb is {config.host_locked_gb}, host images have {limit / GIB:.3g} GiB together",
+            param="host_locked_gb",
+        )
+    Region.create(folder, nbytes)
+    return [f"of them {nbytes >> 20} MiB page-locked"]
 
 
 def describe_model(config: EngineConfig, abi: str | None = None) -> BaseModel:
@@ -186,10 +208,16 @@ def make_runner(
     source = images or ImageStore(Path(config.host_dir or config.images_dir))
     vocab = sampled_vocab(folder, base)
     if config.device == "cuda":
-        from loraplex.runtime.cuda import cuda_runner
+        from loraplex.runtime.cuda import cuda_runner, lock_images
 
         runner, sizes = cuda_runner(config, base, partial(engine_limits, config, base), source, vocab)
-        return runner, sizes, runner.close
+        unlock = lock_images(source)
+
+        def let_go() -> None:
+            runner.close()
+            unlock()
+
+        return runner, sizes, let_go
 
     from loraplex.model.decoder import Decoder
     from loraplex.model.runner import ModelRunner, allocate_pool

@@ -31,11 +31,14 @@ from loraplex.model.fused import FusedOps
 from loraplex.model.runner import ModelRunner, allocate_pool
 from loraplex.model.weights import DecoderWeights, dummy_weights, load_weights
 from loraplex.ops.triton_ops import state_of
+from loraplex.runtime.adoption import populate
 from loraplex.runtime.base import BaseModel
+from loraplex.runtime.images import ImageStore
 
 _log = logging.getLogger(__name__)
 
 SCRATCH_PAGES: Final = 2
+POPULATE_THREADS: Final = 4
 Report = Callable[[str], None]
 LimitsFor = Callable[[int | None], EngineLimits]
 """The engine's sizes for so many bytes of pool; None where the configuration names them."""
@@ -83,6 +86,36 @@ def cuda_runner(
         stream.synchronize()
         say(f"decode steps captured in {time.perf_counter() - started:.1f} s")
     return runner, sizes
+
+
+def lock_images(images: ImageSource, report: Report | None = None) -> Callable[[], None]:
+    """Find memory for the region of an image store and page-lock it, so that its images are read in place.
+
+    Returns what unlocks it, for when nothing is copied any more. Does nothing for a source without a region. Raises
+    `config_invalid` where the machine does not have the memory.
+    """
+    region = images.region() if isinstance(images, ImageStore) else None
+    if region is None:
+        return lambda: None
+    say, started, size = report or _log.info, time.perf_counter(), region.memory.size
+    address = region.memory.ctypes.data
+    try:
+        populate(region.memory, POPULATE_THREADS)
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+    except (OSError, RuntimeError) as error:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"{size >> 20} MiB of host memory cannot be page-locked: {error}; lower host_locked_gb",
+            param="host_locked_gb",
+        ) from error
+    region.locked = True
+    say(f"host images: {size >> 20} MiB page-locked in {time.perf_counter() - started:.1f} s")
+
+    def unlock() -> None:
+        region.locked = False
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+
+    return unlock
 
 
 def _quiet(line: str) -> None:

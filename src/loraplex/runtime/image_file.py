@@ -1,7 +1,9 @@
 """The file of one adapter image: its layout, and an open one that pages are read from.
 
 Layout, little-endian: header of `_HEADER`, SHA-256 of header and tables, modules int32 [n, 5], extents int32 [n, 9],
-checksums int64 [pages], zeros up to a multiple of 4096, pages. Knows nothing of where files lie or who writes them.
+checksums int64 [pages], zeros up to a multiple of 4096, pages. Where the pages lie in the folder's region (`region`), the
+file has another magic and, in place of pages, an int64 that says where; the SHA-256 covers it. Knows nothing of where files
+lie or who writes them.
 
 Specification: 0x04A (host tier), 0x05D (verified host source).
 """
@@ -12,8 +14,9 @@ import hashlib
 import mmap
 import os
 import struct
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +26,8 @@ from loraplex.core.layout import EXTENT_COLUMNS, MODULE_COLUMNS, AdapterImage
 from loraplex.identity.canonical import check_digest
 
 MAGIC: Final = b"lpximg\x00\x03"
+PLACED_MAGIC: Final = b"lpxplc\x00\x01"
+_PLACE: Final = struct.Struct("<q")
 _HEADER: Final = struct.Struct(
     "<8sIIIIQ32s32s"
 )  # magic, itemsize, modules, extents, pages, page bytes, key, kernel
@@ -48,11 +53,12 @@ class Header:
     page_bytes: int
     key: str
     kernel_digest: str
+    placed: bool = False
 
     def pack(self) -> bytes:
         """Its bytes."""
         return _HEADER.pack(
-            MAGIC, self.itemsize, self.modules, self.extents, self.pages, self.page_bytes,
+            PLACED_MAGIC if self.placed else MAGIC, self.itemsize, self.modules, self.extents, self.pages, self.page_bytes,
             bytes.fromhex(self.key), bytes.fromhex(self.kernel_digest),
         )  # fmt: skip
 
@@ -70,7 +76,7 @@ class Header:
     @property
     def file_bytes(self) -> int:
         """Bytes of the whole file."""
-        return self.pages_at + self.pages * self.page_bytes
+        return self.pages_at + (_PLACE.size if self.placed else self.pages * self.page_bytes)
 
 
 def header_of(image: AdapterImage) -> Header:
@@ -87,13 +93,33 @@ def header_of(image: AdapterImage) -> Header:
 
 def front(header: Header, image: AdapterImage) -> bytes:
     """Everything before the pages."""
-    tables = b"".join(
+    head, tables = header.pack(), _tables(image)
+    return (head + hashlib.sha256(head + tables).digest() + tables).ljust(header.pages_at, b"\0")
+
+
+def placed_file(image: AdapterImage, offset: int) -> bytes:
+    """The whole file of an image whose pages lie in the region from `offset` on."""
+    header = replace(header_of(image), placed=True)
+    head, tables, place = header.pack(), _tables(image), _PLACE.pack(offset)
+    seal = hashlib.sha256(head + tables + place).digest()
+    return (head + seal + tables).ljust(header.pages_at, b"\0") + place
+
+
+def _tables(image: AdapterImage) -> bytes:
+    return b"".join(
         np.ascontiguousarray(table, dtype=dtype).tobytes()
         for table, dtype in ((image.modules, "<i4"), (image.extents, "<i4"), (image.checksums, "<i8"))
     )
-    head = header.pack()
-    front = head + hashlib.sha256(head + tables).digest() + tables
-    return front.ljust(header.pages_at, b"\0")
+
+
+class Places(Protocol):
+    """Memory of a region. locked: whether a device may read it in place."""
+
+    locked: bool
+
+    def span(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """A part of it, uint8 [nbytes]; raises `adapter_load_failed` for one that is not inside."""
+        ...
 
 
 class ImageFile:
@@ -123,39 +149,62 @@ class ImageFile:
                 raise failed(f"image {self._digest:.16} ends at byte {start + done}, within page {within}")
             done += count
 
-    def image(self) -> AdapterImage:
-        """Decode it; its pages are mapped, and read by this object."""
+    def image(self, region: Callable[[], Places | None]) -> AdapterImage:
+        """Decode it; its pages are mapped and read by this object, or lie in the region. Raises `adapter_load_failed`."""
+        header, tables, offset = self._decode()
+        shape, nbytes = (header.pages, header.page_bytes), header.pages * header.page_bytes
+        places = None
+        if offset is None:
+            mapped = mmap.mmap(self._fd, header.file_bytes, prot=mmap.PROT_READ)
+            pages = np.frombuffer(mapped, dtype=np.uint8, count=nbytes, offset=header.pages_at).reshape(shape)
+            self._at, self.pages = header.pages_at, pages
+        else:
+            places = region()
+            if places is None:
+                raise failed(f"image {self._digest:.16} lies in a region that is not there")
+            pages = places.span(offset, nbytes).reshape(shape)
+        ints = np.frombuffer(
+            tables, dtype="<i4", count=header.modules * MODULE_COLUMNS + header.extents * EXTENT_COLUMNS
+        )
+        split = header.modules * MODULE_COLUMNS
+        return AdapterImage(
+            key=header.key,
+            kernel_digest=self._digest,
+            itemsize=header.itemsize,
+            modules=ints[:split].reshape(header.modules, MODULE_COLUMNS),
+            extents=ints[split:].reshape(header.extents, EXTENT_COLUMNS),
+            pages=pages,
+            checksums=np.frombuffer(tables, dtype="<i8", count=header.pages, offset=4 * ints.size),
+            reader=self if places is None else None,
+            locked=places is not None and places.locked,
+        )
+
+    def place(self) -> tuple[int, int] | None:
+        """(offset, bytes) of an image that lies in the region, None for any other. Raises `adapter_load_failed`."""
+        header, _, offset = self._decode()
+        return None if offset is None else (offset, header.pages * header.page_bytes)
+
+    def _decode(self) -> tuple[Header, bytes, int | None]:
+        """Header, tables, and where in the region the pages lie."""
         name, size = f"image {self._digest:.16}", os.fstat(self._fd).st_size
         if size < _HEADER.size + _SEAL_BYTES:
             raise failed(f"{name} has {size} bytes, too few for a header")
         front = os.pread(self._fd, _FRONT_BYTES, 0)
         magic, itemsize, modules, extents, pages, page_bytes, key, kernel = _HEADER.unpack_from(front)
-        header = Header(itemsize, modules, extents, pages, page_bytes, key.hex(), kernel.hex())
-        if magic != MAGIC:
+        if magic not in (MAGIC, PLACED_MAGIC):
             raise failed(f"{name} starts with {magic!r}, expected {MAGIC!r}")
+        placed = magic == PLACED_MAGIC
+        header = Header(itemsize, modules, extents, pages, page_bytes, key.hex(), kernel.hex(), placed)
         if header.kernel_digest != self._digest:
             raise failed(f"{name} holds the image {header.kernel_digest:.16}")
         if header.file_bytes != size:
             raise failed(f"{name} has {size} bytes, its header implies {header.file_bytes}")
         start = _HEADER.size + _SEAL_BYTES
         end = start + header.tables_bytes
-        if end > len(front):
-            front += os.pread(self._fd, end - len(front), len(front))
-        tables = front[start:end]
-        if hashlib.sha256(front[: _HEADER.size] + tables).digest() != front[_HEADER.size : start]:
+        needed = size if placed else end
+        if needed > len(front):
+            front += os.pread(self._fd, needed - len(front), len(front))
+        tables, place = front[start:end], front[header.pages_at : size] if placed else b""
+        if hashlib.sha256(front[: _HEADER.size] + tables + place).digest() != front[_HEADER.size : start]:
             raise failed(f"{name} has tables that do not match their digest")
-        mapped = mmap.mmap(self._fd, size, prot=mmap.PROT_READ)
-        flat = np.frombuffer(mapped, dtype=np.uint8, count=pages * page_bytes, offset=header.pages_at)
-        self._at, self.pages = header.pages_at, flat.reshape(pages, page_bytes)
-        ints = np.frombuffer(tables, dtype="<i4", count=modules * MODULE_COLUMNS + extents * EXTENT_COLUMNS)
-        split = modules * MODULE_COLUMNS
-        return AdapterImage(
-            key=header.key,
-            kernel_digest=self._digest,
-            itemsize=itemsize,
-            modules=ints[:split].reshape(modules, MODULE_COLUMNS),
-            extents=ints[split:].reshape(extents, EXTENT_COLUMNS),
-            pages=self.pages,
-            checksums=np.frombuffer(tables, dtype="<i8", count=pages, offset=4 * ints.size),
-            reader=self,
-        )
+        return header, tables, _PLACE.unpack(place)[0] if placed else None

@@ -27,6 +27,7 @@ from loraplex.core.layout import AdapterImage, page_checksum
 from loraplex.identity.canonical import check_digest
 from loraplex.runtime.adoption import PageThreads, adopt_pages
 from loraplex.runtime.image_file import ImageFile, failed, front, header_of
+from loraplex.runtime.region import Region
 
 _SUFFIX: Final = ".image"
 _TEMPORARY: Final = ".tmp-"
@@ -38,7 +39,14 @@ class ImageStore:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = Path(directory)
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._region: Region | None = None
         self._remove_abandoned()
+
+    def region(self) -> Region | None:
+        """The folder's region, mapped once; None where it has none."""
+        if self._region is None:
+            self._region = Region.find(self._directory)
+        return self._region
 
     def put(self, image: AdapterImage) -> Path:
         """Store `image` durably and return its file. A whole one stays as it is, a damaged one is replaced.
@@ -48,8 +56,8 @@ class ImageStore:
         pages = np.ascontiguousarray(image.pages).reshape(-1).data
 
         def write(fd: int, beginning: bytes) -> None:
-            _write_all(fd, beginning)
-            _write_all(fd, pages)
+            write_all(fd, beginning)
+            write_all(fd, pages)
 
         return self._store(image, write, durable=True)
 
@@ -68,12 +76,15 @@ class ImageStore:
     def _store(self, image: AdapterImage, write: Callable[[int, bytes], None], *, durable: bool) -> Path:
         """Make the image's file whole or not at all. write: all of it to a file descriptor, after the given beginning."""
         beginning = front(header_of(image), image)
-        path = self._path(image.kernel_digest)
         if self._is_whole(image.kernel_digest):
-            return path
+            return self._path(image.kernel_digest)
+        return self._write_file(image.kernel_digest, lambda fd: write(fd, beginning), durable=durable)
+
+    def _write_file(self, kernel_digest: str, write: Callable[[int], None], *, durable: bool) -> Path:
+        path = self._path(kernel_digest)
         try:
             with self._temporary() as (fd, temporary):
-                write(fd, beginning)
+                write(fd)
                 if durable:
                     os.fsync(fd)
                 os.replace(temporary, path)
@@ -86,7 +97,7 @@ class ImageStore:
                 else "the shared memory that holds adapters on the host"
             )
             raise failed(
-                f"image {image.kernel_digest:.16} cannot be stored: {error.strerror}; look at {where}"
+                f"image {kernel_digest:.16} cannot be stored: {error.strerror}; look at {where}"
             ) from error
         return path
 
@@ -100,7 +111,7 @@ class ImageStore:
         except OSError:
             raise failed(f"image {kernel_digest:.16} is not in the store") from None
         try:
-            return file.image()
+            return file.image(self.region)
         except BaseException:
             file.close()
             raise
@@ -180,7 +191,8 @@ def _lock(fd: int) -> bool:
     return True
 
 
-def _write_all(fd: int, part: bytes | memoryview) -> None:
+def write_all(fd: int, part: bytes | memoryview) -> None:
+    """Write all of it at the file's position."""
     view, done = memoryview(part), 0
     while done < len(view):
         done += os.write(fd, view[done:])

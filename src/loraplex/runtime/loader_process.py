@@ -20,6 +20,7 @@ import msgspec
 from loraplex.core.errors import ErrorCode, LoraplexError
 from loraplex.runtime.adoption import PageThreads
 from loraplex.runtime.child import ChildGone, Parent
+from loraplex.runtime.host_store import HostStore
 from loraplex.runtime.images import ImageStore
 from loraplex.runtime.loader import LoaderAnswer, LoaderAsk, LoaderStart
 
@@ -99,7 +100,7 @@ def main() -> int:
         start = parent.receive(_start)
         with suppress(OSError):
             os.nice(start.nice)
-        fetches = Fetches(parent, ImageStore(start.disk), ImageStore(start.host), start.threads)
+        fetches = Fetches(parent, ImageStore(start.disk), HostStore(start.host), start.threads)
         try:
             while True:
                 ask = parent.receive(_asks)
