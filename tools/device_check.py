@@ -17,6 +17,7 @@ import dataclasses
 import importlib.util
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -33,6 +34,9 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 PIECE_BYTES: Final = 16 << 20
 CACHES: Final = (Path("~/.cache/flashinfer"), Path("~/.triton/cache"))
 PIECES: Final = "caches.part"
+BUILT: Final = (".o", ".so")
+OLD_S: Final = 1_000_000_000
+"""A time before any build."""
 GRACE_S: Final = 10
 LINES: Final = 15
 """Of a stage's end, in the summary."""
@@ -204,11 +208,16 @@ def unpack(source: Path, caches: Sequence[Path]) -> bool:
 
 
 def members_below(archive: tarfile.TarFile, folder: str) -> Iterator[tarfile.TarInfo]:
-    """Members of one folder of an archive, named from there on."""
+    """Members of one folder of an archive, named from there on.
+
+    What was built gets the whole second of its time, everything else a time before that: builders compare times to the
+    nanosecond, which an archive does not keep, and would build anew what seems the least bit older than its source.
+    """
     for member in archive.getmembers():
         first, _, rest = member.name.partition("/")
         if first == folder and rest:
-            yield member.replace(name=rest)
+            built = rest.endswith(BUILT)
+            yield member.replace(name=rest, mtime=math.floor(member.mtime) if built else OLD_S)
 
 
 def chosen(names: Sequence[str]) -> list[Stage]:
