@@ -122,7 +122,7 @@ def verify_adapter(
     geometry, dtype: of the server that would hold it. supported: methods that the operators execute; None checks the
     files alone.
     """
-    artifact = load_adapter(path, base, base_tensors, progress)
+    artifact = load_adapter(path, base, base_tensors, progress, served=dtype)
     if supported is not None:
         require_executable(artifact, supported)
     image = to_image(artifact, geometry, dtype, base_abi.digest, base_tensors)
