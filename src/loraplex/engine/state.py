@@ -162,6 +162,11 @@ class EngineState:
         """Whether nothing can move before a fetch ends."""
         return bool(self.host.fetching) and not (self.by_slot or self.flights or self.deltas or self.loads)
 
+    @property
+    def only_pausing(self) -> bool:
+        """Whether something is open and none of it is in anybody's hands: a step without effect would come to nothing again."""
+        return self.busy and not (self.host.fetching or self.flights or self.deltas or self.loads)
+
     def withdraw(self, entry: AdapterEntry, call_id: int = 0) -> None:
         """Take an adapter out of the registered ones; `call_id` hears when it has left."""
         del self.adapters[entry.key]
