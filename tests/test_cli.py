@@ -15,23 +15,7 @@ import pytest
 
 from loraplex import cli
 from loraplex.config import ServeConfig
-
-
-class Result:
-    def __init__(self, status: int, out: str, err: str) -> None:
-        self.status, self.out, self.err = status, out, err
-
-
-@pytest.fixture
-def loraplex(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    def run(*words: str) -> Result:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(words)
-        out, err = capsys.readouterr()
-        status = ended.value.code
-        return Result(status if isinstance(status, int) else 0, out, err)
-
-    return run
+from tests.conftest import Result
 
 
 @pytest.fixture

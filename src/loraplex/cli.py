@@ -298,10 +298,10 @@ def verify(
     manifest: file with a manifest that the adapter must have, as --json printed it, or that of a whole launch.
     as_json: print JSON.
     """
-    from loraplex.artifact.verify import check_same, refusal_record
+    from loraplex.artifact.verify import check_same, expected_manifest, refusal_record
 
     try:
-        expected = None if manifest is None else _read_manifest(manifest)
+        expected = None if manifest is None else expected_manifest(_read_manifest(manifest), str(manifest))
         found = _verified(adapter, base, dtype, page_tokens, quiet=as_json)
         if expected is not None:
             check_same(expected, found.manifest)
@@ -317,9 +317,11 @@ def verify(
 def _read_manifest(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise CallerError(
-            ErrorCode.CONFIG_INVALID, f"{path} cannot be read: {error.strerror}", param="manifest"
+            ErrorCode.CONFIG_INVALID,
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
+            param="manifest",
         ) from error
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from loraplex.bench.output import check_outputs, write_output
 from loraplex.core.errors import CallerError, ErrorCode
 
 bench_app = App(name="bench", help="Measurements beside the peers that are installed.")
@@ -25,10 +26,9 @@ def http(*, clients: int = 64, tokens: int = 2000, rounds: int = 3, json: Path |
     rounds: measured rounds, after one that warms up.
     json: also write the rows to this file.
     """
-    import msgspec
-
     from loraplex.bench.http import run_http
 
+    check_outputs(json)
     rows = run_http(clients, tokens, rounds, print)
     for row in rows:
         print(
@@ -36,7 +36,7 @@ def http(*, clients: int = 64, tokens: int = 2000, rounds: int = 3, json: Path |
             f"{row.token_us:6.1f} us/token = {1e6 / row.token_us:9,.0f} tokens/s a core {row.rss_mib:5.0f} MiB"
         )
     if json is not None:
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
+        write_output(json, encode_json(rows) + "\n")
 
 
 @bench_app.command
@@ -83,6 +83,11 @@ def decode(
         raise CallerError(
             ErrorCode.CONFIG_INVALID, f"repeats must be at least 1, got {repeats}", param="repeats"
         )
+    check_outputs(json)
+    if vllm is not None and not os.access(vllm, os.X_OK):
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID, f"--vllm {vllm} is no interpreter that can be run", param="vllm"
+        )
     if device == "cuda" and model is None:
         _device_decode(repeats, profile, only, json)
         return
@@ -106,7 +111,7 @@ def decode(
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
     if json is not None:
-        json.write_text(as_json(options, rows) + "\n", encoding="utf-8")
+        write_output(json, as_json(options, rows) + "\n")
 
 
 @bench_app.command
@@ -132,12 +137,13 @@ def identity(
 
     if min(mib, registrations, names, repeats) < 1:
         raise CallerError(ErrorCode.CONFIG_INVALID, "every number must be at least 1")
+    check_outputs(json)
     options = IdentityOptions(mib, registrations, names, repeats)
     rows = run_identity(options, print)
     for row in rows:
         print(line(row))
     if json is not None:
-        json.write_text(as_json(options, rows) + "\n", encoding="utf-8")
+        write_output(json, as_json(options, rows) + "\n")
 
 
 @bench_app.command
@@ -183,6 +189,7 @@ def load(
             ErrorCode.CONFIG_INVALID,
             "repeats, cold, running and burst must be at least 1, and one rank must be given",
         )
+    check_outputs(json)
     if pool_gb is None and device == "cpu":
         pool_gb = 2.0
     with TemporaryDirectory(prefix="loraplex-bench-") as name:
@@ -207,7 +214,7 @@ def load(
         f"thread: {last.step_cpu_p99_ms / first.step_cpu_p99_ms:.2f} x"
     )
     if json is not None:
-        json.write_text(as_json(options, measured) + "\n", encoding="utf-8")
+        write_output(json, as_json(options, measured) + "\n")
 
 
 def _device_decode(repeats: int, profile: bool, only: tuple[int, ...], json: Path | None) -> None:
@@ -217,7 +224,7 @@ def _device_decode(repeats: int, profile: bool, only: tuple[int, ...], json: Pat
     for line in device_table(record):
         print(line)
     if json is not None:
-        json.write_text(encode_json(record) + "\n", encoding="utf-8")
+        write_output(json, encode_json(record) + "\n")
 
 
 @bench_app.command
@@ -233,6 +240,7 @@ def step(*, steps: int = 200, json: Path | None = None) -> None:
 
     if steps < 1:
         raise CallerError(ErrorCode.CONFIG_INVALID, f"steps must be at least 1, got {steps}", param="steps")
+    check_outputs(json)
     rows = run_steps(steps)
     parts = list(rows[0].parts_ms)
     head = f"{'running':>8} {'waiting':>8} {'adapters':>9} {'step ms':>9} {'p99 ms':>8} {'plan ms':>8}"
@@ -243,7 +251,7 @@ def step(*, steps: int = 200, json: Path | None = None) -> None:
             + "".join(f" {row.parts_ms[part]:8.3f}" for part in parts)
         )
     if json is not None:
-        json.write_text(as_json(rows, steps) + "\n", encoding="utf-8")
+        write_output(json, as_json(rows, steps) + "\n")
 
 
 def encode_json(record: object) -> str:
@@ -286,7 +294,7 @@ def ops(
 
 def _pair(text: str) -> tuple[str, Path]:
     name, equals, folder = text.partition("=")
-    if not name or not equals or not Path(folder).is_dir():
+    if not name or not equals or not os.path.isdir(folder):
         raise CallerError(
             ErrorCode.CONFIG_INVALID,
             f"--adapter takes NAME=FOLDER with an existing folder, got {text!r}",
