@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.engine.rig import Rig
+from tests.engine.rig import Rig, both_depths, prompt
+from tests.engine.slow import SlowRig
 from tests.engine.test_constraints import Chains, chained
-from tests.engine.test_residency import SlowRig
-from tests.engine.test_step import both_depths, prompt
 
 from loraplex.engine import hosting, pressure
 from loraplex.engine.admission import MAX_SKIPS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.engine.rig import VOCAB
-from tests.engine.test_residency import SlowRig
+from tests.engine.rig import VOCAB, both_depths
+from tests.engine.slow import SlowRig
 
 from loraplex.core.events import AdapterTransition, LoadFailed
 from loraplex.core.layout import KvShape
@@ -14,7 +14,6 @@ from loraplex.core.plan import COPY_BLOCK, COPY_CLASS, BatchPlan
 from loraplex.memory.residency import AdapterState
 from loraplex.sim.device import CopyFate, VirtualDevice
 
-both_depths = pytest.mark.parametrize("depth", [0, 1])
 TOKENS = 64
 """Positions of a page, so that it has blocks of every size class."""
 
