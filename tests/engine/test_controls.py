@@ -114,6 +114,7 @@ def test_a_prefetch_takes_only_what_no_admitted_request_will_want(depth: int) ->
     rig.run()
     released = [e for e in rig.log.events if isinstance(e, PrefetchReleased) and e.used]
     assert [e.adapter for e in released][-1] == "a"
+    assert (released[-1].pages, released[-1].nbytes) == (4, 4 * rig.limits.kv.page_bytes)
 
 
 @both_depths

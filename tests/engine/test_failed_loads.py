@@ -124,7 +124,8 @@ def test_a_failed_restoration_leaves_the_victim_absent_and_pages_conserved(depth
     rig.run()
     rig.assert_answered("r")
     failed = [e for e in rig.log.events if isinstance(e, RestorationFailed)]
-    assert [(e.adapter, e.pages) for e in failed] == [("b", 4)]
+    page_bytes = rig.limits.kv.page_bytes
+    assert [(e.adapter, e.pages, e.nbytes) for e in failed] == [("b", 4, 4 * page_bytes)]
     assert rig.state_of("b") is AdapterState.HOST_READY
     assert rig.free == rig.engine.state.pool.usable - 6
 

@@ -52,11 +52,12 @@ class Caps:
 
 @dataclass(slots=True)
 class Speculation:
-    """How prefetches fared (0x09K): loads published, those used before they were evicted, pages wasted."""
+    """How prefetches fared (0x09K): loads published, those used before they were evicted, whole pages and bytes wasted."""
 
     published: int = 0
     used: int = 0
     wasted_pages: int = 0
+    wasted_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -234,7 +235,8 @@ class EngineState:
         if entry.state is not before:
             self.emit(
                 AdapterTransition(
-                    self.clock.now_ns(), entry.key, entry.slot, entry.generation, before, entry.state, entry.page_count
+                    self.clock.now_ns(), entry.key, entry.slot, entry.generation, before, entry.state, entry.own_pages,
+                    entry.image_bytes(self.pool.page_bytes),
                 )
             )  # fmt: skip
 
