@@ -86,11 +86,15 @@ def serve(
         Literal["auto", "float32", "bfloat16", "float16"],
         Parameter(help="Type of weights and cache; auto is bfloat16 where the hardware multiplies it."),
     ] = "auto",
-    pool_gb: Annotated[float | None, Parameter(help="Page pool for KV and adapters, in GiB.")] = None,
+    pool_gb: Annotated[
+        float | None, Parameter(help="Page pool for KV and adapters, in GiB; 1 on cpu, what is left on cuda.")
+    ] = None,
     host_gb: Annotated[
         float | None, Parameter(help="Adapter images in host memory, in GiB; a quarter of it by default.")
     ] = None,
-    max_model_len: Annotated[int | None, Parameter(help="Positions of one request at most.")] = None,
+    max_model_len: Annotated[
+        int | None, Parameter(help="Positions of one request at most; the model's, on cpu at most 8192.")
+    ] = None,
     tensor_parallel: Annotated[int, Parameter(help="Devices that share the model; 1 for now.")] = 1,
     policy: Annotated[str, Parameter(help="Scheduling policy; fcfs for now.")] = "fcfs",
     api_key_file: Annotated[str | None, Parameter(help="File of key hashes, tenants and roles.")] = None,
@@ -289,14 +293,13 @@ def verify(
 ) -> int:
     """Read an adapter as a server would, and print what it is or why it is refused.
 
-    Parameters
-    ----------
-    adapter: PEFT folder, or a remote source (s3://, hf://OWNER/NAME@COMMIT, ...), which is downloaded.
-    base: folder of the base model.
-    dtype: element type that the server would use.
-    page_tokens: positions in a page, which sets the page's size.
-    manifest: file with a manifest that the adapter must have, as --json printed it, or that of a whole launch.
-    as_json: print JSON.
+    Args:
+        adapter: PEFT folder, or a remote source (s3://, hf://OWNER/NAME@COMMIT, ...), which is downloaded.
+        base: folder of the base model.
+        dtype: element type that the server would use.
+        page_tokens: positions in a page, which sets the page's size.
+        manifest: file with a manifest that the adapter must have, as --json printed it, or that of a whole launch.
+        as_json: print JSON.
     """
     from loraplex.artifact.verify import check_same, expected_manifest, refusal_record
 

