@@ -1,7 +1,10 @@
-"""What must be true before any test module is imported."""
+"""What must be true before any test module is imported, and the command line for tests of it."""
+
+from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 
 
 def _has_gpu() -> bool:
@@ -17,8 +20,31 @@ if not _has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-from hypothesis import settings  # noqa: E402 - after the environment is right
+import pytest  # noqa: E402 - after the environment is right
+from hypothesis import settings  # noqa: E402
 
 # No test asserts wall-clock time: an example may take long on a busy machine.
 settings.register_profile("loraplex", deadline=None)
 settings.load_profile("loraplex")
+
+
+class Result:
+    """What a command came to."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+
+@pytest.fixture
+def loraplex(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Runs the command line in this process."""
+    from loraplex import cli
+
+    def run(*words: str) -> Result:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        out, err = capsys.readouterr()
+        status = ended.value.code
+        return Result(status if isinstance(status, int) else 0, out, err)
+
+    return run

@@ -5,33 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
+from cyclopts import App
 
 from loraplex import cli
 from loraplex.config import ServeConfig
-
-
-class Result:
-    def __init__(self, status: int, out: str, err: str) -> None:
-        self.status, self.out, self.err = status, out, err
-
-
-@pytest.fixture
-def loraplex(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    def run(*words: str) -> Result:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(words)
-        out, err = capsys.readouterr()
-        status = ended.value.code
-        return Result(status if isinstance(status, int) else 0, out, err)
-
-    return run
+from tests.conftest import Result
 
 
 @pytest.fixture
@@ -142,6 +127,25 @@ def test_help_loads_nothing_heavy() -> None:
     )
     assert "serve" in done.stdout
     assert done.stderr.strip() == "[]"
+
+
+def _options(app: App, path: str = "loraplex") -> Iterator[tuple[str, str | None]]:
+    """(command and option, what its help says) of every command below `app`."""
+    for name in app:
+        if not name.startswith("-"):
+            yield from _options(app[name], f"{path} {name}")
+    if app.default_command is not None:
+        for argument in app.assemble_argument_collection(parse_docstring=True):
+            if argument.name.startswith("--"):
+                yield f"{path} {argument.name}", argument.parameter.help
+
+
+def test_every_option_says_what_it_is() -> None:
+    options = dict(_options(cli.app))
+    assert {"loraplex serve --pool-gb", "loraplex verify --manifest", "loraplex bench ops --plot"} <= set(
+        options
+    )
+    assert [name for name, text in options.items() if not text] == []
 
 
 def _env() -> dict[str, str]:

@@ -259,6 +259,44 @@ def test_modules_are_named_after_what_they_own() -> None:
     assert vague == []
 
 
+def imported(name: str, source: str, modules: set[str]) -> set[str]:
+    """Modules that a module names in its imports, wherever these stand: inside functions and for types alone, too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inside & modules or {str(node.module)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & (modules - {name})
+
+
+def import_cycles(sources: dict[str, str]) -> list[str]:
+    """Modules that import each other, through however many others: what is left when those that need none of the rest go."""
+    left = {name: imported(name, source, set(sources)) for name, source in sources.items()}
+    while True:
+        needed = set().union(*left.values()) if left else set()
+        ends = {name for name, needs in left.items() if not needs & left.keys() or name not in needed}
+        if not ends:
+            return sorted(left)
+        left = {name: needs - ends for name, needs in left.items() if name not in ends}
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    lazy = "def f():\n    from p import a\n"
+    assert import_cycles({"p.a": "import p.b\n", "p.b": lazy, "p.c": "import p.a\n", "p.d": ""}) == [
+        "p.a",
+        "p.b",
+    ]
+    sources = {
+        ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path.read_text()
+        for path in LIBRARY
+    }
+    assert import_cycles(sources) == []
+
+
 def test_every_folder_of_the_package_is_a_package() -> None:
     folders = {path.parent for path in LIBRARY}
     assert [

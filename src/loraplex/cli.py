@@ -86,14 +86,18 @@ def serve(
         Literal["auto", "float32", "bfloat16", "float16"],
         Parameter(help="Type of weights and cache; auto is bfloat16 where the hardware multiplies it."),
     ] = "auto",
-    pool_gb: Annotated[float | None, Parameter(help="Page pool for KV and adapters, in GiB.")] = None,
+    pool_gb: Annotated[
+        float | None, Parameter(help="Page pool for KV and adapters, in GiB; 1 on cpu, what is left on cuda.")
+    ] = None,
     host_gb: Annotated[
         float | None, Parameter(help="Adapter images in host memory, in GiB; a quarter of it by default.")
     ] = None,
     host_locked_gb: Annotated[
         float | None, Parameter(help="Of them, page-locked for a CUDA device, in GiB; 4 at most by default.")
     ] = None,
-    max_model_len: Annotated[int | None, Parameter(help="Positions of one request at most.")] = None,
+    max_model_len: Annotated[
+        int | None, Parameter(help="Positions of one request at most; the model's, on cpu at most 8192.")
+    ] = None,
     tensor_parallel: Annotated[int, Parameter(help="Devices that share the model; 1 for now.")] = 1,
     policy: Annotated[str, Parameter(help="Scheduling policy; fcfs for now.")] = "fcfs",
     api_key_file: Annotated[str | None, Parameter(help="File of key hashes, tenants and roles.")] = None,
@@ -293,19 +297,18 @@ def verify(
 ) -> int:
     """Read an adapter as a server would, and print what it is or why it is refused.
 
-    Parameters
-    ----------
-    adapter: PEFT folder, or a remote source (s3://, hf://OWNER/NAME@COMMIT, ...), which is downloaded.
-    base: folder of the base model.
-    dtype: element type that the server would use.
-    page_tokens: positions in a page, which sets the page's size.
-    manifest: file with a manifest that the adapter must have, as --json printed it, or that of a whole launch.
-    as_json: print JSON.
+    Args:
+        adapter: PEFT folder, or a remote source (s3://, hf://OWNER/NAME@COMMIT, ...), which is downloaded.
+        base: folder of the base model.
+        dtype: element type that the server would use.
+        page_tokens: positions in a page, which sets the page's size.
+        manifest: file with a manifest that the adapter must have, as --json printed it, or that of a whole launch.
+        as_json: print JSON.
     """
-    from loraplex.artifact.verify import check_same, refusal_record
+    from loraplex.artifact.verify import check_same, expected_manifest, refusal_record
 
     try:
-        expected = None if manifest is None else _read_manifest(manifest)
+        expected = None if manifest is None else expected_manifest(_read_manifest(manifest), str(manifest))
         found = _verified(adapter, base, dtype, page_tokens, quiet=as_json)
         if expected is not None:
             check_same(expected, found.manifest)
@@ -321,9 +324,11 @@ def verify(
 def _read_manifest(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise CallerError(
-            ErrorCode.CONFIG_INVALID, f"{path} cannot be read: {error.strerror}", param="manifest"
+            ErrorCode.CONFIG_INVALID,
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
+            param="manifest",
         ) from error
 
 

@@ -24,10 +24,12 @@ from tests.artifact.tiny import (
     write_lora,
 )
 
+from loraplex.artifact.base import BaseTensors
 from loraplex.artifact.identify import identify
 from loraplex.artifact.load import load_adapter
 from loraplex.artifact.record import Artifact, Method
 from loraplex.artifact.tensors import Dtype
+from loraplex.artifact.vectors import ServedTensors
 from loraplex.core.errors import CallerError, ErrorCode
 
 BASE = "ab" * 32
@@ -200,19 +202,63 @@ def test_carried_base_weights_in_a_narrower_type_are_the_bases_rounded(tmp_path:
     assert len(load_adapter(folder, tiny_base(), TinyTensors()).carried) == 2
 
 
+def recast(folder: Path, *types: torch.dtype) -> None:
+    """Take the repeated base weights through element types, one after the other."""
+
+    def through(value: torch.Tensor) -> torch.Tensor:
+        for kind in types:
+            value = value.to(kind)
+        return value
+
+    edit_tensors(folder, lambda t: {n: through(v) if "base_layer" in n else v for n, v in t.items()})
+
+
+def refused_carried(folder: Path, base: BaseTensors, served: Dtype | None) -> None:
+    with pytest.raises(CallerError, match="replaces base weights") as caught:
+        load_adapter(folder, tiny_base(), base, served=served)
+    assert caught.value.code is ErrorCode.ADAPTER_UNSUPPORTED
+
+
+@pytest.mark.parametrize("served", [Dtype.BFLOAT16, Dtype.FLOAT16])
+def test_carried_base_weights_may_be_those_of_the_served_type(tmp_path: Path, served: Dtype) -> None:
+    """Trained on a rounded base and saved wide: the bits that a server of this type holds, not those of the file."""
+    folder = head_and_embedding(tmp_path)
+    narrow = getattr(torch, served.value)
+    assert len(load_adapter(folder, tiny_base(), TinyTensors(), served=served).carried) == 2
+    recast(folder, narrow, torch.float32)
+    assert len(load_adapter(folder, tiny_base(), TinyTensors(), served=served).carried) == 2
+    for other in (None, Dtype.FLOAT32, Dtype.FLOAT16 if served is Dtype.BFLOAT16 else Dtype.BFLOAT16):
+        refused_carried(folder, TinyTensors(), other)
+
+
+def test_carried_base_weights_equal_a_base_that_is_held_rounded(tmp_path: Path) -> None:
+    """The file's weights beside a base whose own bits are gone already; in float32 they differ."""
+    folder = head_and_embedding(tmp_path)
+    resident = ServedTensors(TinyTensors(), Dtype.BFLOAT16)
+    assert len(load_adapter(folder, tiny_base(), resident, served=Dtype.BFLOAT16).carried) == 2
+    refused_carried(folder, resident, Dtype.FLOAT32)
+
+
+def test_carried_base_weights_that_do_not_fit_the_served_type_are_others(tmp_path: Path) -> None:
+    folder = head_and_embedding(tmp_path)
+    edit_tensors(folder, lambda t: {n: v + 1e5 if "base_layer" in n else v for n, v in t.items()})
+    refused_carried(folder, TinyTensors(), Dtype.FLOAT16)
+
+
+@pytest.mark.parametrize("served", [None, Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16])
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
-def test_changed_base_weights_are_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_changed_base_weights_are_refused_by_name(tmp_path: Path, name: str, served: Dtype | None) -> None:
     folder = head_and_embedding(tmp_path)
 
     def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for key, value in tensors.items():
             if "base_layer" in key and name in key:
-                value[-1, -1] += 1e-3
+                value[-1, -1] += 1e-2
         return tensors
 
     edit_tensors(folder, change)
     with pytest.raises(CallerError) as caught:
-        load_adapter(folder, tiny_base(), TinyTensors())
+        load_adapter(folder, tiny_base(), TinyTensors(), served=served)
     assert caught.value.code is ErrorCode.ADAPTER_UNSUPPORTED
     assert name in caught.value.message
 

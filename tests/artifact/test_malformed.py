@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,19 @@ def test_shards_load_as_one(tmp_path: Path) -> None:
     digests = [[t.sha256 for m in a.modules for t in m.tensors.values()] for a in (whole, parts)]
     assert digests[0] == digests[1]
     assert parts.tensors_applied == 4 * LAYERS
+
+
+def test_what_may_not_be_looked_at_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may read everything has to be told by the system that something is closed."""
+    folder = write_lora(tmp_path)
+    real = Path.stat
+    for closed in (tmp_path.name, "adapter_config.json", "adapter_model.safetensors"):
+
+        def stat(path: Path, *, follow_symlinks: bool = True, closed: str = closed) -> os.stat_result:
+            if path.name == closed:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return real(path, follow_symlinks=follow_symlinks)
+
+        monkeypatch.setattr(Path, "stat", stat)
+        refused_saying(folder, SOURCE, f"{closed} cannot be read: Permission denied")
+        monkeypatch.undo()

@@ -6,7 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.artifact.tiny import HIDDEN, LAYERS, edit_config, tiny_base, write_lora
+from peft import LoraConfig
+from tests.artifact.tiny import (
+    HIDDEN,
+    LAYERS,
+    TinyTensors,
+    edit_config,
+    edit_tensors,
+    save_adapter,
+    tiny_base,
+    tiny_model,
+    write_lora,
+)
 
 from loraplex.artifact.convert import to_image
 from loraplex.artifact.identify import target_map
@@ -19,7 +30,9 @@ from loraplex.core.layout import Geometry, PageGeometry
 from loraplex.identity.canonical import digest
 from loraplex.identity.digests import BaseAbi
 from loraplex.identity.manifest import decode_adapter_manifest
+from loraplex.runtime.base import describe_base
 from loraplex.runtime.images import ImageStore
+from loraplex.runtime.prepare import prepare_adapter
 
 ABI = BaseAbi(
     weights=digest("w"), config=digest("c"), transforms=digest("t"), target_map=target_map(tiny_base())
@@ -79,3 +92,23 @@ def test_progress_ends_at_all_bytes(tmp_path: Path) -> None:
     verify(folder, progress=lambda done, total: seen.append((done, total)))
     assert len(seen) == 12
     assert max(seen) == (seen[0][1], seen[0][1])
+
+
+def test_repeated_base_weights_are_compared_as_they_are_served(tmp_path: Path) -> None:
+    """Both ways in, `verify` and a server's own, know the served type."""
+    model = tiny_model()
+    model.save_pretrained(tmp_path / "base")
+    folder = tmp_path / "a"
+    tuned = save_adapter(folder, LoraConfig(r=2, target_modules=["q_proj"]))
+    tuned.save_pretrained(folder, save_embedding_layers=True)
+    repeated = ("lm_head.weight", "embed_tokens.weight")
+    edit_tensors(
+        folder, lambda t: {n: v.bfloat16().float() if n.endswith(repeated) else v for n, v in t.items()}
+    )
+    assert len(verify(folder, base_tensors=TinyTensors()).artifact.carried) == 2
+    store = ImageStore(tmp_path / "store")
+    rounded = describe_base(tmp_path / "base", Dtype.BFLOAT16, 4)
+    assert "2 of them equal to the base" in prepare_adapter(folder, rounded, store).report
+    with pytest.raises(CallerError) as caught:
+        prepare_adapter(folder, describe_base(tmp_path / "base", Dtype.FLOAT32, 4), store)
+    assert caught.value.code is ErrorCode.ADAPTER_UNSUPPORTED

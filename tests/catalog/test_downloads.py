@@ -218,6 +218,7 @@ def test_the_store_is_bounded_and_reclaims_what_nobody_names(tmp_path: Path, web
         assert store.reclaim(set(), set(), 9 * size) > 0
         assert store.keys() == {keys[0]}
         assert held.is_dir()
+    assert not list((store.root / "locks").iterdir())
     tiny = ArtifactStore(tmp_path / "tiny", size // 2)
     refused(ErrorCode.ARTIFACT_STORE_FULL, tiny, f"{web.url}/a0")
 
@@ -238,6 +239,7 @@ def test_many_download_one_source_at_once(tmp_path: Path, web: WebServer) -> Non
         thread.join()
     assert len(got) == 6
     assert all(item == got[0] for item in got)
+    assert not list((tmp_path / "store" / "locks").iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:

@@ -87,6 +87,13 @@ def test_a_seed_gives_the_same_sample_alone_and_in_a_batch(root: Path) -> None:
     assert [o.token_ids for o in batch] != [o.token_ids for o in others]
 
 
+def test_top_k_is_off_at_zero_and_at_minus_one(root: Path) -> None:
+    params = [SamplingParams(max_tokens=12, seed=5, temperature=2.0, top_k=k) for k in (0, -1, 1)]
+    with open_llm(root, ["plain"]) as llm:
+        off, none, one = llm.generate([PROMPTS[0]] * 3, "plain", params)
+    assert off.token_ids == none.token_ids != one.token_ids
+
+
 def test_n_gives_independent_samples_that_a_seed_repeats(root: Path) -> None:
     params = SamplingParams(max_tokens=8, n=3, seed=3, logprobs=0, prompt_logprobs=0)
     with open_llm(root, ["plain"]) as llm:
@@ -265,7 +272,7 @@ def test_refusals_are_typed_and_leave_nothing_behind(root: Path) -> None:
     [
         {"temperature": -1.0}, {"top_p": 0.0}, {"n": 0}, {"max_tokens": 0}, {"logprobs": -1}, {"temperature": 10**400},
         {"stop": 5}, {"stop": None}, {"stop": [5]}, {"logit_bias": [1]}, {"logit_bias": None}, {"stop_token_ids": 5},
-        {"stop_token_ids": None}, {"stop_token_ids": "x"},
+        {"stop_token_ids": None}, {"stop_token_ids": "x"}, {"top_k": -2}, {"top_k": True}, {"top_k": 1.0}, {"top_k": None},
     ],
 )  # fmt: skip
 def test_bad_sampling_is_refused(options: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 import numpy as np
+import pytest
 
 from loraplex.core.layout import KvShape
 from loraplex.core.messages import EngineSampling, RegisterAdapter, Submit
@@ -17,6 +18,11 @@ from loraplex.sim.tokens import adapter_number, expected_tokens
 from loraplex.sim.world import EventLog, MemoryMailbox, VirtualClock
 
 VOCAB = 997
+both_depths = pytest.mark.parametrize("depth", [0, 1])
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
 def sampling(**changes: Any) -> EngineSampling:

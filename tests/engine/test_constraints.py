@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from tests.engine.rig import VOCAB, Rig
-from tests.engine.test_step import both_depths, prompt
+from tests.engine.rig import VOCAB, Rig, both_depths, prompt
 
 from loraplex.core.errors import CallerError, ErrorCode, InternalFault
 from loraplex.core.events import PlanDiscarded, RequestPreempted, StepFailed

@@ -6,8 +6,7 @@ no tail to zero (tests/ops), and a missing key is refused by name when an artifa
 
 from __future__ import annotations
 
-import pytest
-from tests.engine.rig import VOCAB, Rig
+from tests.engine.rig import VOCAB, Rig, both_depths
 
 from loraplex.core.events import PlanDiscarded, RequestPreempted
 from loraplex.core.messages import Abort, LoadAdapter, PinAdapter, RemoveAdapter, SetLimits
@@ -17,7 +16,6 @@ from loraplex.memory.residency import AdapterState
 from loraplex.sim.device import CopyFate
 from loraplex.sim.tokens import adapter_number
 
-both_depths = pytest.mark.parametrize("depth", [0, 1])
 PROMPT = [1, 2, 3, 4, 5]
 
 

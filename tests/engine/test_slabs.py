@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.engine.rig import VOCAB
-from tests.engine.test_residency import SlowRig
+from prometheus_client import CollectorRegistry
+from tests.engine.rig import VOCAB, both_depths
+from tests.engine.slow import SlowRig, make_cold
 
-from loraplex.core.events import AdapterTransition, LoadFailed
-from loraplex.core.layout import KvShape
+from loraplex.core.events import AdapterTransition, LoadFailed, PrefetchReleased
+from loraplex.core.layout import KvShape, block_bytes
 from loraplex.core.messages import Inspect, LoadAdapter, PinAdapter, RemoveAdapter, RevokeAdapter, SetLimits
 from loraplex.core.plan import COPY_BLOCK, COPY_CLASS, BatchPlan
 from loraplex.memory.residency import AdapterState
 from loraplex.sim.device import CopyFate, VirtualDevice
+from loraplex.telemetry.engine_metrics import EngineMetrics
 
-both_depths = pytest.mark.parametrize("depth", [0, 1])
 TOKENS = 64
 """Positions of a page, so that it has blocks of every size class."""
 
@@ -297,3 +298,25 @@ def test_a_plan_that_fails_gives_its_block_copies_and_scrubs_back() -> None:
     rig.assert_answered(*served)
     assert len(served) > 10
     assert isinstance(rig.device, VirtualDevice)
+
+
+def test_what_is_told_of_a_small_adapter_is_its_block_and_no_page() -> None:
+    rig = SlabRig()
+    rig.small("small")
+    rig.register("whole", 2)
+    rig.run()
+    make_cold(rig, "small", "whole")
+    page_bytes = rig.limits.kv.page_bytes
+    block = block_bytes(page_bytes, 4)
+    assert 0 < block < page_bytes
+    sizes = {"small": (0, block), "whole": (2, 2 * page_bytes)}
+    moved = [e for e in rig.log.events if isinstance(e, AdapterTransition)]
+    assert {(e.adapter, e.pages, e.nbytes) for e in moved} == {(key, *size) for key, size in sizes.items()}
+    released = [e for e in rig.log.events if isinstance(e, PrefetchReleased)]
+    assert {e.adapter: (e.pages, e.nbytes) for e in released if not e.used} == sizes
+    wasted = rig.figures()["prefetch"]
+    assert (wasted["wasted_pages"], wasted["wasted_bytes"]) == (2, block + 2 * page_bytes)
+    registry = CollectorRegistry()
+    EngineMetrics(registry).observe(rig.log.events, 0)
+    assert registry.get_sample_value("loraplex_prefetch_wasted_pages_total") == 2
+    assert registry.get_sample_value("loraplex_prefetch_wasted_bytes_total") == block + 2 * page_bytes

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.engine.rig import VOCAB, Rig
+from tests.engine.rig import VOCAB, Rig, both_depths, prompt
 
 from loraplex.core.events import AdapterTransition, PlanDiscarded, RequestPreempted, StepFailed
 from loraplex.core.messages import Abort, Finish, RemoveAdapter
-
-both_depths = pytest.mark.parametrize("depth", [0, 1])
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
 @both_depths

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.model.drive import Images
-from tests.model.test_runner_adapters import CONFIGS, Rig, assert_answers, make_root, prompt
-from tests.model.tiny import decoder
+from tests.model.test_runner_adapters import CONFIGS, Rig, assert_answers, prompt
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.layout import AdapterImage
@@ -21,16 +20,6 @@ from loraplex.model.decoder import Decoder
 
 NANOSECONDS_A_STEP = 2_000_000
 """Of the virtual clock: pauses before a retry pass within a few steps."""
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_root(tmp_path_factory.mktemp("adapters"))
-
-
-@pytest.fixture
-def model(root: Path) -> Decoder:
-    return decoder("llama", root / "base")
 
 
 class TornOnce(Images):

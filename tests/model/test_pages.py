@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from tests.model.drive import Driver, Request, logits_of
-from tests.model.test_runner_adapters import CONFIGS, Rig, image, loaded, make_root, prompt, tuned
-from tests.model.tiny import decoder, reference
+from tests.model.test_runner_adapters import CONFIGS, Rig, image, loaded, prompt, tuned
+from tests.model.tiny import reference
 
 from loraplex.core.ids import Module
 from loraplex.core.layout import AdapterImage, Factor
@@ -22,16 +22,6 @@ from loraplex.model.decoder import Decoder
 from loraplex.ops.table import AdapterTable
 
 STEPS = 1_000
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_root(tmp_path_factory.mktemp("adapters"))
-
-
-@pytest.fixture
-def model(root: Path) -> Decoder:
-    return decoder("llama", root / "base")
 
 
 def owned_bytes(driver: Driver, requests: list[Request], slots: list[int]) -> torch.Tensor:

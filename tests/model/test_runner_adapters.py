@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.engine.rig import sampling
 from tests.model.drive import Driver, Images, Request, logits_of
-from tests.model.tiny import VOCAB, decoder, reference, save
+from tests.model.tiny import VOCAB, reference, save
 
 from loraplex.artifact.convert import to_image
 from loraplex.artifact.load import load_adapter
@@ -51,11 +51,6 @@ def make_root(root: Path) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_root(tmp_path_factory.mktemp("adapters"))
-
-
 @cache
 def tuned(name: str) -> Any:
     """The PEFT model of one adapter over a copy of the tiny Llama."""
@@ -70,11 +65,6 @@ def tuned(name: str) -> Any:
         if "lora_" in parameter_name:
             parameter.data.normal_(0.0, 0.3, generator=generator)
     return model.eval()
-
-
-@pytest.fixture
-def model(root: Path) -> Decoder:
-    return decoder("llama", root / "base")
 
 
 def image(root: Path, model: Decoder, name: str, page_bytes: int) -> AdapterImage:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.model.drive import Driver, Request, logits_of
 from tests.model.test_runner_adapters import image, prompt, publish
-from tests.model.tiny import decoder, reference, save
+from tests.model.tiny import reference, save
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.layout import AdapterImage
@@ -57,11 +57,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in TINY:
         tuned(name).save_pretrained(folder / name)
     return folder
-
-
-@pytest.fixture
-def model(root: Path) -> Decoder:
-    return decoder("llama", root / "base")
 
 
 def into(

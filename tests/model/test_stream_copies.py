@@ -12,17 +12,12 @@ from tests.model.drive import Images
 from tests.model.streamed import count_moved, fail_first_copies, fake_streams, hold_copies
 from tests.model.test_copy_faults import TornOnce, check_damaged_copies, check_removal_under_load
 from tests.model.test_pages import check_open_copy, check_warm_steps
-from tests.model.test_runner_adapters import Rig, check_engine, image, loaded, make_root
+from tests.model.test_runner_adapters import Rig, check_engine, image, loaded
 from tests.model.tiny import decoder
 
 from loraplex.core.layout import AdapterImage
 from loraplex.model.decoder import Decoder
 from loraplex.model.stream_copies import runs
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_root(tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture

@@ -244,3 +244,11 @@ def test_text_loads_no_torch() -> None:
 
 def test_template_of_the_rig_is_used() -> None:
     assert "add_generation_prompt" in TEMPLATE
+
+
+def test_a_chat_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, byte_tokenizer())
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CallerError, match="is not readable text") as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.code is ErrorCode.CONFIG_INVALID

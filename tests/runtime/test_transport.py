@@ -11,7 +11,9 @@ import pytest
 import zmq
 from tests.engine.rig import sampling
 
+from loraplex.core import limits
 from loraplex.core.messages import Abort, Ended, Finish, Inspect, Reply, Submit, Tokens
+from loraplex.runtime.local import LocalMailbox
 from loraplex.runtime.transport import ZmqMailbox, decode_from_engine, encode_frame, unpack_sequence
 
 
@@ -202,3 +204,28 @@ def test_waking_ends_a_wait(mailbox: ZmqMailbox) -> None:
     waiter.join()
     assert received == [[]]
     assert mailbox.closed
+
+
+def test_a_pause_ends_with_a_message_or_by_itself(
+    connect: Callable[..., Peer], mailbox: ZmqMailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mailbox.pause()
+    assert not mailbox.receive(wait=False)
+    monkeypatch.setattr(limits, "PAUSE_MS", 1 << 30)  # by itself it would not end any more
+    connect().send(Inspect(1))
+    mailbox.pause()
+    assert [type(m) for m in mailbox.receive(wait=False)] == [Inspect]
+    mailbox.wake()
+    mailbox.pause()
+    assert mailbox.closed
+
+
+def test_a_pause_in_the_callers_thread_leaves_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("loraplex.runtime.local.time.sleep", slept.append)
+    mailbox = LocalMailbox()
+    mailbox.pause()
+    assert slept == [limits.PAUSE_MS / 1000]
+    mailbox.post(Inspect(1))
+    mailbox.pause()
+    assert len(slept) == 1

@@ -325,6 +325,16 @@ def test_options_reach_the_engine(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
+def test_both_ways_to_say_that_top_k_is_off(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        for given in (0, -1, None):
+            assert (await front.complete(top_k=given)).status_code == 200
+            assert (await front.chat(top_k=given)).status_code == 200
+        assert [message.sampling.top_k for message in front.engine.of(Submit)] == [0] * 6
+
+    run(tmp_path, test)
+
+
 def test_a_long_prompt_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(front: Front) -> None:
         assert front.codec is not None

@@ -9,7 +9,10 @@ from pathlib import Path
 import httpx
 from tests.server.rig import Front, error_of, run
 
+from loraplex.core import limits
 from loraplex.core.messages import LoadAdapter, PinAdapter, PrefetchAdapter, RevokeAdapter, SetLimits
+from loraplex.server.app import ROUTES, routes_of
+from loraplex.server.openapi import BODIES
 
 
 async def registered(front: Front, *aliases: str) -> None:
@@ -36,6 +39,62 @@ def test_actions(tmp_path: Path) -> None:
         assert error_of(await front.complete(model="a"))[:2] == (404, "model_not_found")
 
     run(tmp_path, test)
+
+
+BODILESS = [
+    ("POST", "/v1/adapters/a/pin"), ("POST", "/v1/adapters/a/unpin"), ("POST", "/v1/adapters/a/prefetch"),
+    ("POST", "/v1/adapters/a/revoke"), ("DELETE", "/v1/adapters/a"), ("GET", "/v1/adapters/a"), ("GET", "/v1/adapters"),
+    ("GET", "/v1/models"), ("GET", "/v1/models/a"), ("GET", "/v1/residency"), ("GET", "/v1/limits"),
+    ("GET", "/v1/requests/r/provenance"), ("GET", "/health"), ("GET", "/ready"), ("GET", "/metrics"),
+    ("GET", "/openapi.json"), ("OPTIONS", "/v1/adapters/a"),
+]  # fmt: skip
+JSON = {"content-type": "application/json"}
+
+
+def test_a_body_where_none_belongs_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    bodies = {
+        b'{"pinned": true}': "pinned", b'{"a": 1, "a": 2}': "a", b"{": None, b"\xff": None, b" ": None, b"null": None,
+        b"[]": None, b'""': None, b"{} {}": None, b"[" * 100_000: None,
+    }  # fmt: skip
+
+    async def test(front: Front) -> None:
+        await registered(front, "a")
+        before = len(front.engine.sent)
+        for method, path in BODILESS:
+            for body, param in bodies.items():
+                answer = await front.http.request(method, path, content=body, headers=JSON)
+                assert error_of(answer) == (400, "invalid_request", param), (method, path, body[:20])
+            typed = await front.http.request(
+                method, path, content=b"{}", headers={"content-type": "text/plain"}
+            )
+            assert error_of(typed) == (400, "invalid_request", "content-type"), (method, path)
+            long = await front.http.request(
+                method, path, content=b" " * (limits.MAX_BODY_BYTES + 1), headers=JSON
+            )
+            assert error_of(long)[:2] == (413, "request_too_large"), (method, path)
+        assert len(front.engine.sent) == before
+        assert (await front.http.get("/v1/adapters/a")).json()["pinned"] is False
+
+    run(tmp_path, test)
+
+
+def test_an_empty_object_is_as_good_as_no_body(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        await registered(front, "a", "b")
+        for action in ("pin", "unpin", "prefetch", "revoke"):
+            answer = await front.http.post(f"/v1/adapters/a/{action}", json={})
+            assert answer.status_code == 200, answer.text
+        assert (await front.http.request("GET", "/v1/models", json={})).status_code == 200
+        assert (await front.http.request("DELETE", "/v1/adapters/b", json={})).status_code == 200
+        assert error_of(await front.http.get("/v1/adapters/b"))[:2] == (404, "adapter_not_found")
+
+    run(tmp_path, test)
+
+
+def test_every_route_without_a_body_is_among_them() -> None:
+    served = {(method, route.path) for _, path in BODILESS for method, (route, _) in routes_of(path).items()}
+    without = {(route.method, route.path) for route in ROUTES} - BODIES.keys()
+    assert without <= served
 
 
 def test_a_tenant_does_not_revoke_what_others_name(tmp_path: Path) -> None:

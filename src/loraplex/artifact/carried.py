@@ -1,26 +1,38 @@
 """Base weights that PEFT saves beside an adapter of the embedding or the output layer.
 
 PEFT writes the weights of both when either is a target or `save_embedding_layers` asks for it: as `base_layer.weight`
-where there is an adapter, as plain `weight` where there is none. They have no effect exactly when they equal the base's own; that is proven against the base, or the adapter is refused.
+where there is an adapter, as plain `weight` where there is none. They have no effect exactly when they equal the base's own,
+in the type that they were saved in or in the type that the base is served in; that is proven against the base, or the adapter
+is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
 from loraplex.artifact.base import BaseModule, BaseTensors
 from loraplex.artifact.names import TensorName
 from loraplex.artifact.refuse import bad_shape, unmatched, unsupported
-from loraplex.artifact.tensors import Dtype, Tensor, convert, to_float32
+from loraplex.artifact.tensors import Dtype, F32Array, Tensor, convert, to_float32
+from loraplex.core.errors import CallerError
 from loraplex.core.ids import Module
+
+ROW_BLOCK: Final = 1024
 
 
 def check_carried(
-    carried: Sequence[tuple[TensorName, Tensor]], modules: Mapping[str, BaseModule], base: BaseTensors | None
+    carried: Sequence[tuple[TensorName, Tensor]],
+    modules: Mapping[str, BaseModule],
+    base: BaseTensors | None,
+    served: Dtype | None = None,
 ) -> tuple[str, ...]:
-    """Names of carried tensors, all proven equal to the base; raises `adapter_unsupported` for any other."""
+    """Names of carried tensors, all proven equal to the base; raises `adapter_unsupported` for any other.
+
+    served: element type that the base is served in; None compares in the carried tensors' own types alone.
+    """
     for name, tensor in carried:
         module = modules[name.module]
         if module.module not in (Module.EMBED, Module.LM_HEAD):
@@ -39,7 +51,7 @@ def check_carried(
                 tensor.name,
                 f"tensor {tensor.name} repeats base weights, and there is no base here to compare them with",
             )
-        if not _equal(tensor, base.weight(module.layer, module.module)):
+        if not _equal(tensor, base.weight(module.layer, module.module), served):
             raise unsupported(
                 tensor.name,
                 f"tensor {tensor.name} replaces base weights with others, which is not served; "
@@ -48,11 +60,26 @@ def check_carried(
     return tuple(sorted(tensor.name for _, tensor in carried))
 
 
-def _equal(tensor: Tensor, weight: np.ndarray) -> bool:
-    """Whether the base, rounded to the tensor's type, is the tensor."""
-    for row in range(0, tensor.shape[0], 1024):
-        block = np.ascontiguousarray(weight[row : row + 1024], dtype=np.float32)
-        rounded = to_float32(convert(block, Dtype.FLOAT32, tensor.dtype, tensor.name), tensor.dtype)
-        if not np.array_equal(rounded, to_float32(tensor.data[row : row + 1024], tensor.dtype)):
+def _equal(tensor: Tensor, weight: F32Array, served: Dtype | None) -> bool:
+    """Whether tensor and base are the same weights, rounded to the tensor's type or to the served one.
+
+    The second holds for a copy that was widened after training, or that the base here was rounded from: a server that took
+    it in the base's place would hold the same bits.
+    """
+    if _equal_in(tensor, weight, tensor.dtype):
+        return True
+    return served is not None and served is not tensor.dtype and _equal_in(tensor, weight, served)
+
+
+def _equal_in(tensor: Tensor, weight: F32Array, dtype: Dtype) -> bool:
+    for row in range(0, tensor.shape[0], ROW_BLOCK):
+        own = tensor.data[row : row + ROW_BLOCK]
+        base = np.ascontiguousarray(weight[row : row + ROW_BLOCK], dtype=np.float32)
+        try:
+            ours = to_float32(convert(base, Dtype.FLOAT32, dtype, tensor.name), dtype)
+            theirs = to_float32(convert(own, tensor.dtype, dtype, tensor.name), dtype)
+        except CallerError:  # what does not fit into the type is not equal in it
+            return False
+        if not np.array_equal(ours, theirs):
             return False
     return True

@@ -15,6 +15,7 @@ from loraplex.artifact.record import Artifact, Method
 from loraplex.artifact.refuse import unsupported
 from loraplex.artifact.resolve import resolve
 from loraplex.artifact.source import Progress, read_config, read_tensors
+from loraplex.artifact.tensors import Dtype
 
 
 def load_adapter(
@@ -22,15 +23,17 @@ def load_adapter(
     base: BaseModules,
     base_tensors: BaseTensors | None = None,
     progress: Progress | None = None,
+    *,
+    served: Dtype | None = None,
 ) -> Artifact:
     """Read, verify and resolve the PEFT adapter in the folder `path` against `base`.
 
-    base_tensors: the base's weights, for files that repeat some of them. progress: see `Progress`. Raises a
-    `CallerError` of the `adapter_*` codes; on return every tensor of the files is applied.
+    base_tensors: the base's weights, for files that repeat some of them. progress: see `Progress`. served: element type
+    that the base is served in, in which repeated weights are compared too. Raises a `CallerError` of the `adapter_*` codes; on return every tensor of the files is applied.
     """
     folder = Path(path)
     config = decode_config(read_config(folder))
-    return resolve(config, read_tensors(folder, progress), base, base_tensors)
+    return resolve(config, read_tensors(folder, progress), base, base_tensors, served)
 
 
 def require_executable(artifact: Artifact, supported: Iterable[Method]) -> None:

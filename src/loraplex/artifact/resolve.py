@@ -18,7 +18,7 @@ from loraplex.artifact.peft_config import BiasMode, PeftConfig, PeftType
 from loraplex.artifact.record import AdaptedModule, Artifact, Method, Role
 from loraplex.artifact.refuse import bad_config, missing_tensor, unmatched, unsupported, wrong_base
 from loraplex.artifact.shapes import check_shapes
-from loraplex.artifact.tensors import Tensor
+from loraplex.artifact.tensors import Dtype, Tensor
 from loraplex.core.ids import Module
 from loraplex.identity.scale import ScaleRule
 
@@ -40,10 +40,11 @@ def resolve(
     tensors: Mapping[str, Tensor],
     base: BaseModules,
     base_tensors: BaseTensors | None = None,
+    served: Dtype | None = None,
 ) -> Artifact:
     """The artifact that `tensors` make under `config` over `base`.
 
-    base_tensors: the base's weights, needed only where the files repeat some of them. Raises `adapter_tensor_*`,
+    base_tensors: the base's weights, needed only where the files repeat some of them. served: see `check_carried`. Raises `adapter_tensor_*`,
     `adapter_shape_mismatch`, `adapter_rank_mismatch`, `adapter_base_mismatch`, `adapter_unsupported`.
     """
     _check_invocation(config, base)
@@ -53,7 +54,7 @@ def resolve(
     if not selected:
         raise bad_config("target_modules", "target_modules selects no module of the base")
     found, carried = _assign(config, tensors, modules, selected, base)
-    checked = check_carried(carried, modules, base_tensors)
+    checked = check_carried(carried, modules, base_tensors, served)
     adapted = [
         _adapt(selector, modules[name], found.get(name, {}), name in selected)
         for name in sorted(set(selected) | set(found))

@@ -5,8 +5,10 @@ Owns the choice of files. Never follows a name out of the folder, never reads `.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -36,12 +38,13 @@ Progress = Callable[[int, int], None]
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The decoded adapter_config.json; raises `adapter_config_invalid` when it is not strict JSON."""
-    if not folder.is_dir():
-        if folder.is_file() and folder.suffix in {".bin", ".pt", ".pth", ".pkl"}:
+    mode = _mode(folder)
+    if not stat.S_ISDIR(mode):
+        if stat.S_ISREG(mode) and folder.suffix in {".bin", ".pt", ".pth", ".pkl"}:
             raise pickled(f"{folder.name} is a pickle; {PICKLE_ADVICE}")
         raise missing_source(f"{folder.name or folder} is not an adapter folder")
     path = folder / CONFIG_FILE
-    if not path.exists():
+    if not _mode(path):
         raise missing_source(f"{CONFIG_FILE} is not in {folder.name}")
     fd = open_regular(path)
     try:
@@ -57,6 +60,18 @@ def read_config(folder: Path) -> dict[str, Any]:
         return parse_object(data)
     except JsonError as error:
         raise bad_config("", f"{CONFIG_FILE} cannot be read: {error}") from None
+
+
+def _mode(path: Path) -> int:
+    """Type and permissions of what `path` leads to; 0 where nothing is there. Raises for what cannot be looked at."""
+    try:
+        return path.stat().st_mode
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            return 0
+        raise missing_source(f"{path.name} cannot be read: {error.strerror}") from error
+    except ValueError:  # a NUL, which no path holds
+        return 0
 
 
 def read_tensors(folder: Path, progress: Progress | None = None) -> dict[str, Tensor]:
@@ -105,14 +120,14 @@ def read_tensor(file: SafetensorsFile, entry: Entry) -> Tensor:
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold the folder's tensors; raises where there are none, or pickles, or an ambiguity."""
     single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
-    if single.exists() and index.exists():
+    if _mode(single) and _mode(index):
         raise malformed(f"{folder.name} holds both {WEIGHTS_FILE} and {INDEX_FILE}; keep the one that counts")
-    if single.exists():
+    if _mode(single):
         return [single]
-    if index.exists():
+    if _mode(index):
         return [folder / name for name in sorted(set(_weight_map(index).values()))]
     for name in PICKLE_FILES:
-        if (folder / name).exists():
+        if _mode(folder / name):
             raise pickled(f"{folder.name} holds {name}, a pickle, and no {WEIGHTS_FILE}; {PICKLE_ADVICE}")
     raise missing_source(f"{WEIGHTS_FILE} is not in {folder.name}")
 

@@ -122,7 +122,7 @@ def verify_adapter(
     geometry, dtype: of the server that would hold it. supported: methods that the operators execute; None checks the
     files alone.
     """
-    artifact = load_adapter(path, base, base_tensors, progress)
+    artifact = load_adapter(path, base, base_tensors, progress, served=dtype)
     if supported is not None:
         require_executable(artifact, supported)
     image = to_image(artifact, geometry, dtype, base_abi.digest, base_tensors)
@@ -140,14 +140,27 @@ def verify_adapter(
     )
 
 
-def check_same(data: bytes, found: AdapterManifest) -> None:
-    """Raise unless the manifest in `data`, an adapter's or a whole launch's, holds and is that of the adapter found.
+def expected_manifest(data: bytes, name: str) -> AdapterManifest:
+    """The manifest in `data`, an adapter's or a whole launch's, after every check of its kind.
 
-    A manifest that does not hold raises the code of the invariant that it breaks (`identity_invalid`, `lease_mismatch`,
-    `stale_*`, ...); one of another adapter or base raises `adapter_source_changed` or `adapter_base_mismatch`. Kernel
-    ABIs are checked within the manifest; they follow a server's page size and element type, not the adapter.
+    name: of the file, for people. Raises `manifest_invalid` for what is none or does not hold, caused by the invariant that it
+    breaks (`identity_invalid`, `lease_mismatch`, `stale_*`, ...): the file is the caller's, whoever wrote it.
     """
-    expected = decode_manifest(data)
+    try:
+        return decode_manifest(data)
+    except LoraplexError as error:
+        raise CallerError(
+            ErrorCode.MANIFEST_INVALID,
+            f"{name} is not a manifest that holds ({error.code.value}): {error.message}",
+            param="manifest",
+        ) from error
+
+
+def check_same(expected: AdapterManifest, found: AdapterManifest) -> None:
+    """Raise unless the manifest expected is that of the adapter found: `adapter_source_changed`, `adapter_base_mismatch`.
+
+    Kernel ABIs are checked within a manifest; they follow a server's page size and element type, not the adapter.
+    """
     if expected.base_sha256 != found.base_sha256:
         raise CallerError(
             ErrorCode.ADAPTER_BASE_MISMATCH,
@@ -161,8 +174,12 @@ def check_same(data: bytes, found: AdapterManifest) -> None:
 
 
 def refusal_record(error: LoraplexError) -> dict[str, Any]:
-    """For `--json` when the adapter is refused."""
-    return {"ok": False, "error": {"code": error.code.value, "message": error.message, "param": error.param}}
+    """For `--json` when the adapter is refused. violated: code of what a manifest breaks, where one does not hold."""
+    record = {"code": error.code.value, "message": error.message, "param": error.param}
+    cause = error.__cause__
+    if error.code is ErrorCode.MANIFEST_INVALID and isinstance(cause, LoraplexError):
+        record["violated"] = cause.code.value
+    return {"ok": False, "error": record}
 
 
 def _module_record(module: AdaptedModule) -> dict[str, Any]:

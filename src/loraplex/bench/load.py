@@ -166,7 +166,7 @@ def _stages(bench: Bench, options: LoadOptions, rank: int, targets: str, rate: f
         folder = write_adapter(Path(name), base, rank, TARGETS[targets])
         for _ in range(options.repeats):
             at = time.perf_counter()
-            artifact = load_adapter(folder, base.modules, base.tensors)
+            artifact = load_adapter(folder, base.modules, base.tensors, served=base.dtype)
             at = timed(STAGES[0], at)
             image = to_image(artifact, base.geometry, base.dtype, base.abi, base.tensors)
             at = timed(STAGES[1], at)

@@ -20,6 +20,7 @@ from loraplex.bench.operators import (
     geometric_mean,
     run_ops,
 )
+from loraplex.bench.output import check_outputs, write_output
 from loraplex.bench.plot import document
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.limits import MAX_RANK
@@ -40,6 +41,7 @@ def operator_bench(
         raise _invalid("batch", f"batches and repeats must be at least 1, got {list(batches)} and {repeats}")
     if device == "cuda" and not torch.cuda.is_available():
         raise _invalid("device", "there is no CUDA device; use --device cpu")
+    check_outputs(json_file, plot_file)
     if device == "cpu":
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     options = OpOptions(
@@ -50,9 +52,9 @@ def operator_bench(
     for text in summary(rows):
         print(text)
     if json_file is not None:
-        json_file.write_text(json.dumps(as_record(options, rows, rate), indent=1) + "\n", encoding="utf-8")
+        write_output(json_file, json.dumps(as_record(options, rows, rate), indent=1) + "\n")
     if plot_file is not None:
-        plot_file.write_text(draw(rows), encoding="utf-8")
+        write_output(plot_file, draw(rows))
 
 
 def _ranks(text: str) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ Specification: DESIGN 3 (`catalog/`: sources); 0x0C (malformed input fails close
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -23,6 +22,7 @@ from typing import Final
 import msgspec
 
 from loraplex.artifact.source import CONFIG_FILE, INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, weight_files
+from loraplex.catalog.locks import FileLocks
 from loraplex.catalog.remote import RemoteFile, RemoteFolder
 from loraplex.catalog.sources import RemoteSource
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault
@@ -49,10 +49,12 @@ class ArtifactStore:
         self.limit_bytes = limit_bytes
         self.root = Path(root)
         self._entries, self._staging = self.root / "content", self.root / "staging"
-        self._refs, self._locks = self.root / "refs", self.root / "locks"
+        self._refs, locks = self.root / "refs", self.root / "locks"
+        self._locks = FileLocks(locks)
         try:
-            for folder in (self._entries, self._staging, self._refs, self._locks):
+            for folder in (self._entries, self._staging, self._refs, locks):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._locks.sweep()
             for doomed in self._staging.glob(f"{_DOOMED}*"):
                 shutil.rmtree(doomed, ignore_errors=True)
         except OSError as error:
@@ -110,7 +112,7 @@ class ArtifactStore:
 
     def _fetch(self, source: RemoteSource, content: str | None, progress: Progress | None) -> str:
         stage = self._staging / hashlib.sha256(source.text.encode()).hexdigest()
-        with self._locked(stage.name):
+        with self._locks.held(stage.name):
             remote = RemoteFolder(source)
             files = _small_files(remote, source)
             tags = [[file.name, file.size, file.tag] for file in files]
@@ -169,7 +171,7 @@ class ArtifactStore:
                 path.unlink()
         digests = {name: _sha256(stage / name) for name in sorted(names)}
         key = _key(digests)
-        with self._locked(key):
+        with self._locks.held(key):
             if not self._is_whole(key):
                 shutil.rmtree(self._entries / key, ignore_errors=True)
                 os.replace(stage, self._entries / key)
@@ -194,32 +196,22 @@ class ArtifactStore:
     @contextmanager
     def _held(self, key: str) -> Iterator[bool]:
         """Keep an entry from being deleted; whether it is there."""
-        with self._locked(check_digest("content", key), shared=True):
+        with self._locks.held(check_digest("content", key), shared=True):
             yield (self._entries / key).is_dir()
-
-    @contextmanager
-    def _locked(self, name: str, *, shared: bool = False) -> Iterator[None]:
-        fd = os.open(self._locks / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
 
     def _delete(self, key: str) -> int:
         """Delete an entry that nobody holds; its bytes, 0 when somebody does."""
-        fd = os.open(self._locks / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with self._locks.attempt(key) as alone:
+            if not alone:
+                return 0
             size = _folder_bytes(self._entries / key)
             doomed = self._staging / f"{_DOOMED}{key}"
-            os.replace(self._entries / key, doomed)
+            try:
+                os.replace(self._entries / key, doomed)
+            except FileNotFoundError:
+                return 0
             shutil.rmtree(doomed, ignore_errors=True)
-        except (BlockingIOError, FileNotFoundError):
-            return 0
-        finally:
-            os.close(fd)
-        return size
+            return size
 
 
 def _small_files(remote: RemoteFolder, source: RemoteSource) -> list[RemoteFile]:

@@ -123,7 +123,7 @@ def _parse(url: str) -> URL:
 
 
 def _require_file(url: URL, in_memory: bool, where: str) -> None:
-    if in_memory or not Path(str(url.database)).is_file():
+    if in_memory or not os.path.isfile(str(url.database)):
         raise CallerError(
             ErrorCode.CONFIG_INVALID,
             f"there is no catalog at {where}; check --catalog, a server makes it when it first starts",
@@ -145,10 +145,10 @@ def _engine(url: URL, in_memory: bool) -> Engine:
         return create_engine(url, pool_pre_ping=True, pool_size=4, connect_args={"connect_timeout": _BUSY_S})
     if not in_memory:
         folder = Path(os.path.abspath(str(url.database))).parent
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise CallerError(
                 ErrorCode.CONFIG_INVALID,
-                f"the catalog's folder {folder} does not exist; make it or name another file",
+                f"the catalog's folder {folder} does not exist or cannot be read; make it or name another file",
                 param="catalog",
             )
     arguments: dict[str, Any] = {"connect_args": {"check_same_thread": False, "timeout": _BUSY_S}}

@@ -127,7 +127,7 @@ def _permitted_folder(source: str, roots: Sequence[str]) -> str:
 def _files_stay(folder: Path, roots: Sequence[Path]) -> bool:
     """Whether every file that a load could open is a regular one inside the roots. What is not there is not judged."""
     try:
-        entries = list(os.scandir(folder)) if folder.is_dir() else []
+        entries = list(os.scandir(folder)) if os.path.isdir(folder) else []
     except OSError:
         return False
     for entry in entries:

@@ -77,6 +77,7 @@ class ErrorCode(StrEnum):
     ADAPTER_REVISION_CONFLICT = "adapter_revision_conflict"
     ADAPTER_SOURCE_CHANGED = "adapter_source_changed"
     ADAPTER_SOURCE_UNPINNED = "adapter_source_unpinned"
+    MANIFEST_INVALID = "manifest_invalid"
     CATALOG_CONFLICT = "catalog_conflict"
     REQUEST_NOT_FOUND = "request_not_found"
     ADAPTER_REVOKED = "adapter_revoked"
@@ -205,6 +206,7 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.ADAPTER_REVISION_CONFLICT: _caller(409, "a swap replaces the revision that it expected"),
     _E.ADAPTER_SOURCE_CHANGED: _caller(409, "the source still holds the artifact that the revision names"),
     _E.ADAPTER_SOURCE_UNPINNED: _caller(400, "a source on a hub names one commit, not a branch or tag"),
+    _E.MANIFEST_INVALID: _caller(400, "a manifest that an adapter is compared with reads and holds"),
     _E.CATALOG_CONFLICT: _caller(409, "a change is made to the catalog generation that it expected"),
     _E.REQUEST_NOT_FOUND: _caller(404, "the request was served here and its record is still kept"),
     _E.ADAPTER_REVOKED: _caller(410, "nothing runs or registers a revision that was revoked"),

@@ -114,11 +114,12 @@ class LoadFailed(Event, frozen=True):
 
 
 class RestorationFailed(Event, frozen=True):
-    """A victim of a rolled back load could not be brought back: it is absent from the device, its pages are free."""
+    """A victim of a rolled back load could not be brought back: it is absent from the device, its pages are free. pages, nbytes: see `AdapterTransition`."""
 
     adapter: str
     code: str
     pages: int
+    nbytes: int
 
 
 class HostFetched(Event, frozen=True):
@@ -136,10 +137,11 @@ class HostDropped(Event, frozen=True):
 
 
 class PrefetchReleased(Event, frozen=True):
-    """A speculative load found its end: used by a request, or given up unused (wasted pages)."""
+    """A speculative load found its end: used by a request, or given up unused (wasted). pages, nbytes: see `AdapterTransition`."""
 
     adapter: str
     pages: int
+    nbytes: int
     used: bool
 
 
@@ -151,7 +153,10 @@ class AdapterRevoked(Event, frozen=True):
 
 
 class AdapterTransition(Event, frozen=True):
-    """An adapter moved along the residency table."""
+    """An adapter moved along the residency table.
+
+    pages: that it has for itself, 0 for one that shares a page with others. nbytes: of its pages, or of its block of one.
+    """
 
     adapter: str
     slot: int
@@ -159,6 +164,7 @@ class AdapterTransition(Event, frozen=True):
     before: str
     after: str
     pages: int
+    nbytes: int
 
 
 AnyEvent = (

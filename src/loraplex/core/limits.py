@@ -70,6 +70,8 @@ MAX_WAITING_REQUESTS: Final = 8192
 MAX_REQUEST_ID_CHARS: Final = 128
 
 # Transport
+PAUSE_MS: Final = 2
+"""How long a step that can do nothing waits for what no message brings: a compiled grammar, the end of a retry's pause."""
 MAX_BUFFERED_TOKENS: Final = 4096
 """Unread tokens of one request in a client process; at this many its reader counts as gone."""
 MAX_UNSENT_FRAMES: Final = 4096

@@ -47,6 +47,10 @@ class Mailbox(Protocol):
         """Messages that arrived, in order; with `wait`, blocks until there is one or the mailbox closes."""
         ...
 
+    def pause(self) -> None:
+        """What is open waits for something that no message brings: return after a few milliseconds, or with a message."""
+        ...
+
     def send(self, messages: Sequence[FromEngine]) -> None:
         """Deliver; never blocks on a slow client."""
         ...

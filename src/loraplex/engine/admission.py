@@ -126,9 +126,11 @@ def _try_cold(
     state: EngineState, record: RequestRecord, entry: AdapterEntry, demand: Demand, ready: Readiness
 ) -> Outcome:
     """Bring the image to the host, or reserve adapter and KV pages together and start the load."""
-    if ready is Readiness.ABSENT:
-        return Outcome.PARKED if hosting.want(state, entry) else Outcome.SKIPPED
-    if state.clock.now_ns() < entry.retry_at_ns or not load_eligible(entry):
+    if ready is Readiness.ABSENT and hosting.want(state, entry):
+        return Outcome.PARKED
+    if state.clock.now_ns() < entry.retry_at_ns:
+        return Outcome.EARLY  # how many steps its pause lasts says nothing of pages, and must decide nothing
+    if ready is Readiness.ABSENT or not load_eligible(entry):
         return Outcome.SKIPPED
     transaction = pressure.reserve(state, demand, entry, evicting=True)
     if transaction is None:

@@ -49,7 +49,7 @@ def _check_adapters(state: EngineState) -> None:
                 raise InternalFault(
                     ErrorCode.PAGE_OWNER, f"adapter {entry.key[:12]} does not own the block that it names"
                 )
-    own = sum(entry.page_count for entry in state.occupied.values() if not entry.size_class)
+    own = sum(entry.own_pages for entry in state.occupied.values())
     if state.occupied_pages != own:
         raise InternalFault(
             ErrorCode.PAGE_CONSERVATION,

@@ -32,7 +32,7 @@ def begin(
     slot, generation = state.directory.take()
     entry.slot, entry.generation = slot, generation
     state.occupied[slot] = entry
-    state.occupied_pages += 0 if entry.size_class else entry.page_count
+    state.occupied_pages += entry.own_pages
     state.host.hold(entry.kernel_digest)
     move(state, entry, AdapterState.RESERVED)
     state.loads[(slot, generation)] = LoadJob(entry, slot, generation, transaction, purpose, record)
@@ -97,7 +97,7 @@ def _publish(state: EngineState, job: LoadJob) -> None:
         _gone(state, victim)
     traffic = state.traffic
     traffic.loads += 1
-    traffic.copied_pages += 0 if entry.size_class else entry.page_count
+    traffic.copied_pages += entry.own_pages
     traffic.copied_bytes += image_bytes(state, entry)
     traffic.by_purpose[job.purpose.name.lower()] = traffic.by_purpose.get(job.purpose.name.lower(), 0) + 1
     if job.purpose.speculative:
@@ -127,7 +127,8 @@ def _roll_back(state: EngineState, job: LoadJob, error: InternalFault) -> None:
     state.host.let_go(entry.kernel_digest)
     move(state, entry, AdapterState.HOST_READY)
     if job.purpose is Purpose.RESTORE:
-        state.emit(RestorationFailed(state.clock.now_ns(), entry.key, error.code.value, entry.page_count))
+        pages, nbytes = entry.own_pages, image_bytes(state, entry)
+        state.emit(RestorationFailed(state.clock.now_ns(), entry.key, error.code.value, pages, nbytes))
     for place in owed:
         _restore(state, job.transaction, place)
     count_failure(state, entry, job.purpose.name.lower(), error, job.record)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from loraplex.core.layout import block_bytes
 from loraplex.engine.state import EngineState
 from loraplex.memory import eviction
 from loraplex.memory.eviction import Candidate, PageClass
@@ -29,7 +28,7 @@ class Offer:
 
 def image_bytes(state: EngineState, entry: AdapterEntry) -> int:
     """Bytes of an adapter's image, on the host and on the device."""
-    return entry.page_count * block_bytes(state.pool.page_bytes, entry.size_class)
+    return entry.image_bytes(state.pool.page_bytes)
 
 
 def _offer(state: EngineState, entries: Sequence[AdapterEntry], pages: int) -> Offer:

@@ -83,7 +83,7 @@ def leave_slot(state: EngineState, entry: AdapterEntry) -> None:
     """Give a slot back: its generation grows, so that no handle to it is valid again."""
     state.directory.give_back(entry.slot, entry.generation)
     del state.occupied[entry.slot]
-    state.occupied_pages -= 0 if entry.size_class else entry.page_count
+    state.occupied_pages -= entry.own_pages
     entry.slot = entry.generation = 0
 
 
@@ -91,8 +91,10 @@ def note_prefetch(state: EngineState, entry: AdapterEntry, *, used: bool) -> Non
     """A speculative load was used, or goes unused."""
     entry.prefetched = False
     state.speculation.used += used
-    state.speculation.wasted_pages += 0 if used else entry.page_count
-    state.emit(PrefetchReleased(state.clock.now_ns(), entry.key, entry.page_count, used))
+    nbytes = image_bytes(state, entry)
+    state.speculation.wasted_pages += 0 if used else entry.own_pages
+    state.speculation.wasted_bytes += 0 if used else nbytes
+    state.emit(PrefetchReleased(state.clock.now_ns(), entry.key, entry.own_pages, nbytes, used))
 
 
 def reserve(state: EngineState, demand: Demand, entry: AdapterEntry, *, evicting: bool) -> Transaction | None:

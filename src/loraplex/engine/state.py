@@ -52,11 +52,12 @@ class Caps:
 
 @dataclass(slots=True)
 class Speculation:
-    """How prefetches fared (0x09K): loads published, those used before they were evicted, pages wasted."""
+    """How prefetches fared (0x09K): loads published, those used before they were evicted, whole pages and bytes wasted."""
 
     published: int = 0
     used: int = 0
     wasted_pages: int = 0
+    wasted_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -162,6 +163,11 @@ class EngineState:
         """Whether nothing can move before a fetch ends."""
         return bool(self.host.fetching) and not (self.by_slot or self.flights or self.deltas or self.loads)
 
+    @property
+    def only_pausing(self) -> bool:
+        """Whether something is open and none of it is in anybody's hands: a step without effect would come to nothing again."""
+        return self.busy and not (self.host.fetching or self.flights or self.deltas or self.loads)
+
     def withdraw(self, entry: AdapterEntry, call_id: int = 0) -> None:
         """Take an adapter out of the registered ones; `call_id` hears when it has left."""
         del self.adapters[entry.key]
@@ -229,7 +235,8 @@ class EngineState:
         if entry.state is not before:
             self.emit(
                 AdapterTransition(
-                    self.clock.now_ns(), entry.key, entry.slot, entry.generation, before, entry.state, entry.page_count
+                    self.clock.now_ns(), entry.key, entry.slot, entry.generation, before, entry.state, entry.own_pages,
+                    entry.image_bytes(self.pool.page_bytes),
                 )
             )  # fmt: skip
 

@@ -57,17 +57,27 @@ class Engine:
         self._backend = backend
         self._mailbox = mailbox
         self._events = events
+        self._still = False
 
     def step(self, wait: bool = False) -> bool:
-        """One iteration. wait: block for a message when there is nothing else to do. Whether anything moved."""
+        """One iteration. wait: block for a message when there is nothing else to do. Whether anything moved.
+
+        Where something is open and the step before moved none of it, it waits for a grammar that is being compiled or for the
+        pause after a failed load: then this step begins with a pause of its own, whether it was told to wait or not.
+        """
+        if self._still and self.state.only_pausing:
+            self._mailbox.pause()
         moved = self._drain(wait and not self.state.busy)
         self._admit()
         selection = self._reserve()
         flight = self._plan(selection)
         launched = self._execute(flight)
         committed = self._commit(overlap=launched and flight is not None and flight.plan.rows > 0)
+        seen = bool(self.state.events)
         published = self._publish()
-        return moved or launched or committed or published
+        moved = moved or launched or committed or published
+        self._still = not (moved or seen)
+        return moved
 
     def _drain(self, wait: bool) -> bool:
         messages = self._mailbox.receive(wait)

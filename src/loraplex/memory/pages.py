@@ -13,46 +13,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.packed import I32
 from loraplex.memory.slabs import Slabs
-from loraplex.memory.states import PageState
+from loraplex.memory.states import Ints, PageCounts, PageState
 
 __all__ = ["PageCounts", "PagePool", "PageState"]
-Ints = npt.NDArray[np.integer]
-
-
-@dataclass(frozen=True, slots=True)
-class PageCounts:
-    """The pool's conservation ledger, in pages; `total` leaves the null page out. slab: those of `adapter` that are slabs."""
-
-    total: int
-    free: int
-    reserved: int
-    adapter: int
-    kv: int
-    page_bytes: int
-    slab: int = 0
-
-    @property
-    def conserved(self) -> bool:
-        """Whether the four states add up to the pool (0x05A)."""
-        return self.free + self.reserved + self.adapter + self.kv == self.total
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the pool."""
-        return self.total * self.page_bytes
-
-    @property
-    def bytes_by_state(self) -> dict[str, int]:
-        """The same ledger in bytes; its values add up to `total_bytes` where the pages are conserved."""
-        return {name: getattr(self, name) * self.page_bytes for name in ("free", "reserved", "adapter", "kv")}
 
 
 class PagePool:

@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 
 from loraplex.core.errors import CapacityError, ErrorCode, InternalFault
+from loraplex.core.layout import block_bytes
 from loraplex.core.packed import I32, empty
 from loraplex.memory.slabs import Block
 
@@ -110,6 +111,15 @@ class AdapterEntry:
     prefetched: bool = False
     size_class: int = 0
     block: Block | None = None
+
+    @property
+    def own_pages(self) -> int:
+        """Pages that it has for itself while it is on the device: none where it takes a block."""
+        return 0 if self.size_class else self.page_count
+
+    def image_bytes(self, page_bytes: int) -> int:
+        """Bytes of its image, on the host and on the device: of its pages, or of its block."""
+        return self.page_count * block_bytes(page_bytes, self.size_class)
 
     def move(self, after: AdapterState) -> AdapterState:
         """Change state along the table; returns the state before."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +25,7 @@ import numpy.typing as npt
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.layout import MAX_SIZE_CLASS, block_bytes
 from loraplex.core.packed import I32
-from loraplex.memory.states import PageState
-
-if TYPE_CHECKING:
-    from loraplex.memory.pages import PagePool
+from loraplex.memory.states import PageState, WholePages
 
 I64 = npt.NDArray[np.int64]
 
@@ -90,7 +87,7 @@ class _Slab:
 class Slabs:
     """All slab pages of one pool."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: WholePages) -> None:
         self._pool = pool
         self._slabs: dict[int, _Slab] = {}
         # Slabs that have a free block for anybody, by class; a dict keeps the order in which they got it.

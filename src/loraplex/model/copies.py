@@ -139,12 +139,3 @@ class SteppedCopies:
             self._open.remove(copy)
             self._ended.append(copy)
         return width
-
-
-def make_copies(table: AdapterTable) -> Copies:
-    """The copies that suit the pool's device."""
-    if table.pool.device.type == "cpu":
-        return SteppedCopies(table)
-    from loraplex.model.stream_copies import StreamCopies
-
-    return StreamCopies(table)

@@ -19,7 +19,8 @@ from loraplex.core.errors import ErrorCode, InternalFault, LoraplexError
 from loraplex.core.packed import I32
 from loraplex.core.plan import COPY_DIGEST_WORDS, COPY_GENERATION, COPY_SLOT, BatchPlan
 from loraplex.core.ports import ImageSource
-from loraplex.model.copies import Copies, Copy, make_copies
+from loraplex.model.copies import Copies, Copy, SteppedCopies
+from loraplex.model.stream_copies import StreamCopies
 from loraplex.ops.table import AdapterTable
 
 _log = logging.getLogger(__name__)
@@ -147,6 +148,11 @@ class Residents:
         if self._held.get(slot) == generation and not self._table.published[slot]:
             self._table.retire(slot, generation)
             del self._held[slot]
+
+
+def make_copies(table: AdapterTable) -> Copies:
+    """The copies that suit the pool's device."""
+    return SteppedCopies(table) if table.pool.device.type == "cpu" else StreamCopies(table)
 
 
 def _stale(slot: int, what: str) -> InternalFault:

@@ -9,6 +9,7 @@ Specification: DESIGN 4 "Models", "Start-up".
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -245,20 +246,20 @@ def _source_missing(path: Path, what: str) -> CallerError:
 
 def _shards(folder: Path) -> list[Path]:
     index, single = folder / _INDEX, folder / _SINGLE
-    if not index.is_file():
-        if not single.is_file():
+    if not os.path.isfile(index):
+        if not os.path.isfile(single):
             raise _source_missing(
                 folder, f"has neither {_SINGLE} nor {_INDEX}; convert the weights to safetensors"
             )
         return [single]
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise _invalid(f"{_INDEX} is not an index of shards ({error})") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise _invalid(f"{_INDEX} names the shard {name!r}, which is not a file name inside the folder")
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):
             raise _source_missing(folder / name, f"is named by {_INDEX} and is not there")
     return [folder / name for name in names]
 
@@ -269,7 +270,7 @@ def _tensors(shards: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
             with safe_open(path, framework="pt", device="cpu") as shard:
                 for name in shard.keys():  # noqa: SIM118 - the handle is not a mapping
                     yield name, shard.get_tensor(name)
-        except SafetensorError as error:
+        except (OSError, SafetensorError) as error:
             raise _invalid(f"{path.name} is not a valid safetensors file ({error})") from error
 
 

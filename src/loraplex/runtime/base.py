@@ -50,7 +50,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CallerError(
             ErrorCode.MODEL_SOURCE_MISSING, f"{folder} has no config.json; give a model folder"
         ) from error
@@ -112,7 +112,12 @@ def hash_weights(folder: Path) -> str:
             ErrorCode.MODEL_SOURCE_MISSING, f"{folder} has no safetensors file; convert the model first"
         )
     with ThreadPoolExecutor(max_workers=4) as pool:
-        return digest(dict(zip([f.name for f in files], pool.map(_sha256, files), strict=True)))
+        try:
+            return digest(dict(zip([f.name for f in files], pool.map(_sha256, files), strict=True)))
+        except OSError as error:
+            raise CallerError(
+                ErrorCode.MODEL_SOURCE_MISSING, f"{error.filename} cannot be read: {error.strerror}"
+            ) from error
 
 
 def _sha256(path: Path) -> str:

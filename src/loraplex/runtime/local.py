@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar, cast
 
+from loraplex.core import limits
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import Event
 from loraplex.core.messages import FromEngine, ToEngine
@@ -43,6 +45,11 @@ class LocalMailbox:
         messages = list(self._inbox)
         self._inbox.clear()
         return messages
+
+    def pause(self) -> None:
+        """Leave the processor to whoever works for this thread's engine meanwhile."""
+        if not self._inbox:
+            time.sleep(limits.PAUSE_MS / 1000)
 
     def send(self, messages: Sequence[FromEngine]) -> None:
         """Keep messages for `take`."""

@@ -6,6 +6,7 @@ Specification: DESIGN 4 "Start-up", "CPU is the embedded default".
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from loraplex.config import ServeConfig
@@ -24,17 +25,17 @@ def resolve_model(config: ServeConfig) -> tuple[Path, str]:
             folder = ensure_demo_model(progress)
         return folder, base_name(folder)
     path = Path(config.model)
-    if path.is_file() and path.suffix == ".gguf":
+    if os.path.isfile(path) and path.suffix == ".gguf":
         from loraplex.model.gguf import ensure_gguf_model
         from loraplex.model.progress import terminal_progress
 
         with terminal_progress() as progress:
             folder = ensure_gguf_model(path, progress=progress)
         return folder, path.stem
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise CallerError(
             ErrorCode.MODEL_SOURCE_MISSING,
-            f"{config.model} is neither a model folder nor a GGUF file; give the path of one",
+            f"{config.model} is neither a model folder nor a GGUF file that can be read; give the path of one",
             param="model",
         )
     return path.resolve(), base_name(path.resolve())
@@ -43,10 +44,10 @@ def resolve_model(config: ServeConfig) -> tuple[Path, str]:
 def base_name(folder: Path) -> str:
     """What clients call the base: the name it was converted under, without its owner, else the folder's."""
     source = folder / SOURCE_FILE
-    if source.is_file():
+    if os.path.isfile(source):
         try:
             name = json.loads(source.read_text(encoding="utf-8")).get("base_name")
-        except (ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError) as error:
             raise CallerError(
                 ErrorCode.CONFIG_INVALID, f"{source} is not a readable JSON object: {error}"
             ) from error

@@ -40,7 +40,7 @@ def engine_sampling(
         max_tokens=params.max_tokens,
         temperature=float(params.temperature),
         top_p=float(params.top_p),
-        top_k=params.top_k,
+        top_k=max(params.top_k, 0),  # the engine has one way to say off
         min_p=float(params.min_p),
         seed=sample_seed(seed, index),
         repetition_penalty=float(params.repetition_penalty),

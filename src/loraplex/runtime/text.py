@@ -9,6 +9,7 @@ Specification: DESIGN 4 "Text".
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -130,7 +131,7 @@ class TextCodec:
 def load_tokenizer(folder: Path) -> TextCodec | None:
     """The codec of a model folder; None without tokenizer.json. Unreadable files raise `config_invalid`."""
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not os.path.isfile(path):
         return None
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -144,7 +145,7 @@ def load_tokenizer(folder: Path) -> TextCodec | None:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not os.path.isfile(path):
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -164,8 +165,11 @@ def _token_text(value: Any) -> str | None:
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    if os.path.isfile(path):
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CallerError(ErrorCode.CONFIG_INVALID, f"{path} is not readable text: {error}") from error
     value = config.get("chat_template")
     if isinstance(value, list):
         value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}.get(

@@ -137,6 +137,11 @@ class ZmqMailbox:
             lost = any(peer.lost for peer in self._peers.values())
             self._poller.poll(_LOST_RETRY_MS if lost else None)
 
+    def pause(self) -> None:
+        """Wait a few milliseconds, or until there is a message or the mailbox closes."""
+        if not self._synthetic and not self.closed:
+            self._poller.poll(limits.PAUSE_MS)
+
     def send(self, messages: Sequence[FromEngine]) -> None:
         """Deliver each message to the client that asked; what nobody waits for any more is dropped."""
         batches: dict[int, tuple[_Peer, list[FromEngine]]] = {}

@@ -24,10 +24,11 @@ from loraplex.server.generate import Generation
 from loraplex.server.http import Disconnected, Exchange
 from loraplex.server.listen import AsgiApp, Receive, Send
 from loraplex.server.metrics import outcome_of
-from loraplex.server.openapi import openapi
+from loraplex.server.openapi import BODIES, openapi
 from loraplex.server.provenance import request_record
 from loraplex.server.routing import Call, Handler, Site
 from loraplex.server.service import Service
+from loraplex.server.wire import NoFields, decode
 
 _access: Final = logging.getLogger("loraplex.access")
 _log: Final = logging.getLogger(__name__)
@@ -140,6 +141,8 @@ async def _exchange(site: Site, exchange: Exchange) -> None:
         route, rest = find_route(exchange)
         if not route.open:
             caller = site.keys.identify(exchange.header("authorization"))
+        if (route.method, route.path) not in BODIES:
+            await _no_body(exchange)
         await route.handler(Call(site, exchange, caller, rest))
     except Disconnected:
         error = CallerError(ErrorCode.ABORTED, "the connection ended before the request was whole")
@@ -156,6 +159,13 @@ async def _exchange(site: Site, exchange: Exchange) -> None:
             await _report(exchange, error)
     finally:  # also when there is nobody left to hear of it
         _account(site, exchange, caller, begun)
+
+
+async def _no_body(exchange: Exchange) -> None:
+    """A call that takes no body may carry an empty one or an empty object: what it says beyond that would be ignored."""
+    data = await exchange.body_or_none()
+    if data:
+        decode(data, NoFields)
 
 
 async def _report(exchange: Exchange, error: LoraplexError) -> None:

@@ -67,6 +67,17 @@ class Exchange:
 
         Raises `request_too_large`, `request_timeout`, and `invalid_request` for another content type.
         """
+        self._require_json()
+        return await self._arrived()
+
+    async def body_or_none(self) -> bytes:
+        """The body's bytes where there need be none, raising as `body` does where there is one."""
+        data = await self._arrived()
+        if data:
+            self._require_json()
+        return data
+
+    def _require_json(self) -> None:
         kind = (self.header("content-type") or "").partition(";")[0].strip().lower()
         if kind != JSON:
             raise CallerError(
@@ -74,6 +85,8 @@ class Exchange:
                 f"content-type is {kind or 'missing'}; send JSON as {JSON}",
                 param="content-type",
             )
+
+    async def _arrived(self) -> bytes:
         announced = self.header("content-length") or "0"
         if announced.isdigit() and int(announced) > limits.MAX_BODY_BYTES:
             raise _too_large(int(announced))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -17,7 +17,7 @@ from loraplex.server.wire import (
     UnloadLoraAdapter,
 )
 
-_BODIES: dict[tuple[str, str], Any] = {
+BODIES: Final[dict[tuple[str, str], Any]] = {
     ("POST", "/v1/completions"): CompletionRequest,
     ("POST", "/v1/chat/completions"): ChatRequest,
     ("POST", "/v1/load_lora_adapter"): LoadLoraAdapter,
@@ -25,6 +25,7 @@ _BODIES: dict[tuple[str, str], Any] = {
     ("PUT", "/v1/adapters/{alias}"): PutAdapter,
     ("PUT", "/v1/limits"): PutLimits,
 }
+"""What the body of a route must be; the others take none."""
 _ANSWERS: dict[tuple[str, str], Any] = {
     ("POST", "/v1/completions"): Completion,
     ("POST", "/v1/chat/completions"): ChatCompletion,
@@ -49,7 +50,7 @@ _ERROR: dict[str, Any] = {
 
 def openapi(routes: list[tuple[str, str, str]]) -> dict[str, Any]:
     """An OpenAPI 3.1 document. routes: (method, path with {names}, summary)."""
-    kinds = [*_BODIES.values(), *_ANSWERS.values()]
+    kinds = [*BODIES.values(), *_ANSWERS.values()]
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     of = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
@@ -75,8 +76,8 @@ def _operation(method: str, path: str, summary: str, schema_of: dict[Any, Any]) 
             "default": {"description": "a typed error", "content": {"application/json": error}},
         },
     }
-    if (method, path) in _BODIES:
-        body = {"application/json": {"schema": schema_of[_BODIES[method, path]]}}
+    if (method, path) in BODIES:
+        body = {"application/json": {"schema": schema_of[BODIES[method, path]]}}
         operation["requestBody"] = {"required": True, "content": body}
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     if names:

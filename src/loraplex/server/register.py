@@ -8,6 +8,7 @@ over a restart. Specification: DESIGN 4 "Start-up", "Processes".
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final
@@ -102,16 +103,23 @@ def adapter_sources(config: ServeConfig) -> list[tuple[str, str, bool]]:
     for name in config.adapter_dirs:
         if is_remote(name):
             continue  # it permits sources; there is nothing to list
-        folder = Path(name)
-        if not folder.is_dir():
-            raise CallerError(
-                ErrorCode.CONFIG_INVALID, f"--adapter-dir {name} is not a folder", param="adapter_dir"
-            )
-        for path in sorted(folder.iterdir()):
-            if (path / ADAPTER_CONFIG).is_file() and path.name not in taken:
+        for path in _subfolders(name):
+            if os.path.isfile(path / ADAPTER_CONFIG) and path.name not in taken:
                 taken.add(path.name)
                 sources.append((path.name, str(path.resolve()), False))
     return sources
+
+
+def _subfolders(name: str) -> list[Path]:
+    """What lies in a folder of --adapter-dir, by name."""
+    try:
+        return sorted(Path(name).iterdir())
+    except OSError as error:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"--adapter-dir {name} is not a folder that can be read: {error.strerror}",
+            param="adapter_dir",
+        ) from error
 
 
 def check_sources(config: ServeConfig) -> None:

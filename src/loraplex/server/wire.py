@@ -176,6 +176,10 @@ class PutLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_gb: Annotated[float, msgspec.Meta(ge=0, le=1 << 20)] | None = None
 
 
+class NoFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of a call that takes none, if there is one at all."""
+
+
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 _AT: Final = re.compile(r"at `\$\.?([^`]*)`")

@@ -89,6 +89,9 @@ class Clients:
         self.inbox.clear()
         return inbox
 
+    def pause(self) -> None:
+        """The simulation's clock moves between steps."""
+
     def send(self, messages: Sequence[FromEngine]) -> None:
         """Check what came back against what was asked."""
         for message in messages:

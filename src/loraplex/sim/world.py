@@ -24,6 +24,7 @@ class MemoryMailbox:
 
     def __init__(self) -> None:
         self.inbox: list[ToEngine] = []
+        self.pauses = 0
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, list[Ended]] = {}
         self.replies: dict[int, Reply] = {}
@@ -32,6 +33,10 @@ class MemoryMailbox:
         """Everything put so far; never blocks."""
         inbox, self.inbox = self.inbox, []
         return inbox
+
+    def pause(self) -> None:
+        """Count it; the clock is moved by others."""
+        self.pauses += 1
 
     def send(self, messages: Sequence[FromEngine]) -> None:
         """Record answers."""

@@ -66,7 +66,8 @@ class EngineMetrics:
             "host_image_bytes", "Bytes of images to and from host memory.", "direction"
         )
         self._prefetched = counter("prefetches_ended", "Speculative loads by whether they were used.", "used")
-        self._wasted = counter("prefetch_wasted_pages", "Pages loaded on speculation and never used.")
+        self._wasted = counter("prefetch_wasted_pages", "Whole pages loaded on speculation and never used.")
+        self._wasted_bytes = counter("prefetch_wasted_bytes", "Bytes loaded on speculation and never used.")
         self._revoked = counter("adapters_revoked", "Revisions revoked after publication.")
         self._lost = counter("events_lost", "Events that the engine could not hand over.")
 
@@ -112,6 +113,7 @@ class EngineMetrics:
             case PrefetchReleased():
                 self._prefetched.labels("yes" if event.used else "no").inc()
                 self._wasted.inc(0 if event.used else event.pages)
+                self._wasted_bytes.inc(0 if event.used else event.nbytes)
             case AdapterRevoked():
                 self._revoked.inc()
             case _:
