@@ -136,6 +136,36 @@ def test_a_step_with_rows_starts_so_many_copies(depth: int, starts: int, in_flig
 
 
 @both_depths
+def test_a_step_with_rows_starts_one_copy_that_no_request_waits_for(depth: int) -> None:
+    keys = [f"k{index}" for index in range(6)]
+    rig = SlowRig(depth=depth, pages=160, copy_starts=4, copies_in_flight=8)
+    for key in keys:
+        rig.register(key)
+    rig.run()
+    make_cold(rig, *keys)
+    rig.submit("running", prompt(9, 5), max_tokens=40)
+    while not rig.mailbox.tokens.get("running"):
+        rig.step()
+    rig.device.held = True
+    for key in keys[:4]:
+        rig.call(PinAdapter, key)
+    started = []
+    for _ in range(4):
+        rig.step()
+        started.append(sum(job.started for job in rig.engine.state.loads.values()))
+    assert set(np.diff([0, *started])) <= {0, 1}
+    for index, key in enumerate(keys[4:]):
+        rig.submit(f"r{index}", prompt(index, 5), key)
+    for _ in range(8):
+        rig.step()
+    assert all(job.started for job in rig.engine.state.loads.values())
+    rig.device.held = False
+    rig.run()
+    rig.assert_answered("r0")
+    rig.assert_answered("r1")
+
+
+@both_depths
 @pytest.mark.parametrize("when", ["absent", "loading", "active"])
 @pytest.mark.parametrize("how", [RemoveAdapter, RevokeAdapter])
 def test_removal_and_revocation_in_any_state(depth: int, when: str, how: type[EngineCall]) -> None:

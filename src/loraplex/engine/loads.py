@@ -39,14 +39,21 @@ def begin(
 
 
 def pump(state: EngineState) -> None:
-    """Start copies whose pages may be overwritten, in order of purpose, a few at a time, fewer where rows run."""
+    """Start copies whose pages may be overwritten, in order of purpose, a few at a time.
+
+    A start reads the image's tables in the step's own time. Where rows run there are few a step, and one at most that no
+    request waits for.
+    """
     waiting = [job for job in state.loads.values() if not job.started]
     if not waiting:
         return
     room = state.limits.copies_in_flight - (len(state.loads) - len(waiting))
     if state.by_slot:
-        room = min(room, state.limits.copy_starts)  # a start reads the image's tables in the step's own time
+        room = min(room, state.limits.copy_starts)
+    started = 0
     for job in sorted(waiting, key=lambda job: job.purpose):
+        if state.by_slot and started and not job.purpose.awaited:
+            break
         fence = job.transaction.adapter_fence
         same_stream = state.limits.copies_on_compute_stream
         if room <= 0 or not eviction.reusable(fence, state.committed, on_compute_stream=same_stream):
@@ -59,6 +66,7 @@ def pump(state: EngineState) -> None:
         job.started = True
         move(state, job.entry, AdapterState.LOADING)
         room -= 1
+        started += 1
 
 
 def finish(state: EngineState, slot: int, generation: int, intact: bool) -> LoadJob | None:

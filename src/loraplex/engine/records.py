@@ -87,6 +87,11 @@ class Purpose(IntEnum):
         """Whether nobody waits for it: it takes only what no admitted request will want (0x09J)."""
         return self in (Purpose.PREFETCH, Purpose.REGISTER)
 
+    @property
+    def awaited(self) -> bool:
+        """Whether requests wait for it, or may: those that run pay for its start, so that these start sooner."""
+        return self in (Purpose.RESTORE, Purpose.ADMISSION)
+
 
 @dataclass(slots=True)
 class LoadJob:

@@ -72,7 +72,7 @@ class Engine:
         selection = self._reserve()
         flight = self._plan(selection)
         launched = self._execute(flight)
-        committed = self._commit(overlap=launched and flight is not None and flight.plan.rows > 0)
+        committed = self._commit(launched and flight is not None and flight.plan.rows > 0)
         seen = bool(self.state.events)
         published = self._publish()
         moved = moved or launched or committed or published
@@ -107,12 +107,12 @@ class Engine:
     def _execute(self, flight: Flight | None) -> bool:
         return flight is not None and launch.launch(self.state, self._backend, flight)
 
-    def _commit(self, *, overlap: bool) -> bool:
-        """Commit until at most `depth` plans are in flight; all where nothing was launched that takes the device time.
+    def _commit(self, busy: bool) -> bool:
+        """Commit until at most `depth` plans are in flight; all where no plan was launched that keeps the device busy.
 
         A plan without rows has its result as soon as it was launched: what waits for it need not wait for another step.
         """
-        allowed = self.state.limits.depth if overlap else 0
+        allowed = self.state.limits.depth if busy else 0
         committed = False
         while len(self.state.flights) > allowed:
             committed = True

@@ -48,6 +48,10 @@ CHECKSUM_CHUNK: Final = 32 << 20
 """Bytes that are summed at once on a device."""
 
 
+MAX_LAYOUTS: Final = 64
+"""Checked tables that are kept, those of the oldest layout leaving first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A rectangle of a factor and its zero-copy view [rank_n, col_n] into the pool."""
@@ -176,6 +180,7 @@ class AdapterTable:
         # Bytes of each page by the slot that holds them.
         self._held: dict[int, dict[int, tuple[int, int]]] = {}
         self._weights: torch.Tensor | None = None
+        self._layouts: dict[tuple[object, ...], CheckedImage] = {}
 
     @property
     def page_bytes(self) -> int:
@@ -204,7 +209,7 @@ class AdapterTable:
             )
         pages = self._check_pages(page_ids)
         offset, width = self.block_span(size_class, block)
-        tables = check_image(image, self.modules, self.dtype.itemsize, width, pages.size)
+        tables = self._checked(image, width, pages.size)
         self._check_unheld(slot, pages, offset, offset + width)
         resident = self._resident(tables, pages, offset)
         if self._mirror is not None:
@@ -214,6 +219,26 @@ class AdapterTable:
         for page in pages.tolist():
             self._held.setdefault(page, {})[slot] = (offset, offset + width)
         self.revision += 1
+
+    def _checked(self, image: AdapterImage, width: int, pages: int) -> CheckedImage:
+        """`check_image`, whose answer is kept for images with the very same tables: adapters of one rank on the same modules
+        mostly have them, and looking them up costs a fraction."""
+        tables = (image.modules.tobytes(), image.extents.tobytes())
+        shape = (
+            image.itemsize,
+            image.modules.shape,
+            image.extents.shape,
+            image.pages.shape,
+            image.checksums.shape,
+        )
+        key = (tables, shape, width, pages)
+        found = self._layouts.get(key)
+        if found is None:
+            found = check_image(image, self.modules, self.dtype.itemsize, width, pages)
+            while len(self._layouts) >= MAX_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+            self._layouts[key] = found
+        return found
 
     def watch(self, mirror: Mirror) -> None:
         """Tell a mirror of what is installed and emptied from now on, instead of an earlier one; raises as `installed` does."""
