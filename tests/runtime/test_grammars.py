@@ -124,6 +124,15 @@ def test_blanks_end(made: GuidanceGrammars) -> None:
     assert taken == [line] + [space] * 32
 
 
+def nested(levels: int) -> Any:
+    """Lists in lists: a value, not a schema, so that its depth is the JSON reader's to refuse."""
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"not": {"type": "string"}}, "not"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
@@ -146,17 +155,47 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"properties": []}, "$.properties"),
     ({"allOf": {"type": "string"}}, "$.allOf"),
     ({"enum": ["x" * limits.MAX_SCHEMA_BYTES]}, "bytes"),
+    (False, "nothing"),
+    ({"const": nested(300)}, "recursion"),
+    ({"type": "integer", "multipleOf": 100_003}, "multipleOf"),
+    ({"type": "number", "multipleOf": 1000.03}, "multipleOf"),
+    ({"type": "integer", "multipleOf": int("7" * 4000)}, "multipleOf"),
+    ({"allOf": [{"multipleOf": p} for p in (997, 991)]}, "multipleOf"),
+    ({"multipleOf": 997, "anyOf": [{"multipleOf": 991}]}, "multipleOf"),
+    ({"multipleOf": 997, "$ref": "#/$defs/a", "$defs": {"a": {"multipleOf": 991}}}, "multipleOf"),
+    ({"allOf": [{"multipleOf": 1e308}, {"multipleOf": 5e-324}]}, "multipleOf"),
 ]
 
 
 @pytest.mark.parametrize(("schema", "named"), REFUSED, ids=[named for _, named in REFUSED])
-def test_what_cannot_be_enforced_is_refused_by_name(schema: dict[str, Any], named: str) -> None:
+def test_what_cannot_be_enforced_is_refused_by_name(schema: dict[str, Any] | bool, named: str) -> None:
     with pytest.raises(CallerError) as refused:
         schema_grammar(schema)
     assert refused.value.code is ErrorCode.SCHEMA_UNSUPPORTED
     assert refused.value.param == "response_format"
     assert named in refused.value.message
     assert "\n" not in refused.value.message
+
+
+MULTIPLES: list[tuple[dict[str, Any] | bool, str]] = [
+    (True, "null"),
+    ({"type": "integer", "multipleOf": 7}, "7"),
+    ({"type": "integer", "multipleOf": 3_000_000}, "3000000"),
+    ({"type": "number", "multipleOf": 0.01}, "0.25"),
+    ({"allOf": [{"type": "integer"}, {"multipleOf": 12}, {"multipleOf": 20}]}, "120"),
+    ({"properties": {p: {"type": "integer", "multipleOf": int(p)} for p in ("9973", "9967")}}, "{}"),
+]
+
+
+@pytest.mark.parametrize(("schema", "answer"), MULTIPLES, ids=[answer for _, answer in MULTIPLES])
+def test_what_is_bounded_is_still_enforced(
+    made: GuidanceGrammars, schema: dict[str, Any] | bool, answer: str
+) -> None:
+    constraint, tokenizer = opened(made, schema_grammar(schema)), byte_tokenizer()
+    for letter in answer:
+        assert constraint.accept(tokenizer.token_to_id(letter)) is False or letter == answer[-1]
+    masks, _ = made.masks([constraint])
+    assert np.unpackbits(masks.view(np.uint8), bitorder="little")[EOS]
 
 
 def test_depth_is_bounded() -> None:

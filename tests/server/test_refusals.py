@@ -54,6 +54,8 @@ COMPLETIONS: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
     ({"min_p": 2}, SAMPLING, "min_p"),
     ({"top_k": -1}, SAMPLING, "top_k"),
     ({"seed": 1 << 64}, SAMPLING, "seed"),
+    ({"logit_bias": {"9" * 5000: 1}}, SAMPLING, "logit_bias"),
+    ({"logit_bias": {"²": 1}}, SAMPLING, "logit_bias"),
     ({"stop": ""}, SAMPLING, "stop"),
     ({"logprobs": 21}, SAMPLING, "logprobs"),
     ({"repetition_penalty": 0}, SAMPLING, "repetition_penalty"),
@@ -102,6 +104,21 @@ def test_completion_fields(tmp_path: Path) -> None:
         for change, (status, code), param in COMPLETIONS:
             assert error_of(await front.complete(**change)) == (status, code, param), change
         assert front.engine.of(Submit) == []
+
+    run(tmp_path, test)
+
+
+def test_an_answer_is_short_however_long_what_it_refuses(tmp_path: Path) -> None:
+    long = "x" * 1_000_000
+    bodies: list[dict[str, Any]] = [
+        {"model": long}, {long: 1}, {"stop": long}, {"temperature": long}, {"stream_options": {long: 1}}, {"seed": 1 << 14_000},
+    ]  # fmt: skip
+
+    async def test(front: Front) -> None:
+        for change in bodies:
+            response = await front.complete(**change)
+            assert response.status_code in (400, 404)
+            assert len(response.content) < limits.MAX_ERROR_CHARS + limits.MAX_ERROR_PARAM_CHARS + 500
 
     run(tmp_path, test)
 

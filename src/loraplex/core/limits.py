@@ -94,5 +94,10 @@ MAX_LOGGED_PROMPT_CHARS: Final = 4096
 MAX_SCHEMA_BYTES: Final = 64 << 10
 MAX_SCHEMA_DEPTH: Final = 32
 """Levels of a response schema; a compiler that recurses over it stays far from its stack's end."""
+MAX_SCHEMA_MULTIPLE: Final = 100_000
+"""Units of a `multipleOf`, of all that hold together: an automaton of so many states is built in about a second."""
+MAX_ERROR_CHARS: Final = 2_000
+"""Of an error's message, of which a part may be what the caller sent."""
+MAX_ERROR_PARAM_CHARS: Final = 256
 MAX_CHOICES: Final = 256
 """Prompts times samples of one HTTP request."""

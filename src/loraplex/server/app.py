@@ -139,7 +139,7 @@ async def _exchange(site: Site, exchange: Exchange) -> None:
     try:
         route, rest = find_route(exchange)
         if not route.open:
-            caller = site.keys.identify(exchange.header("authorization"))
+            caller = site.keys.identify(exchange.headers("authorization"))
         await route.handler(Call(site, exchange, caller, rest))
     except Disconnected:
         error = CallerError(ErrorCode.ABORTED, "the connection ended before the request was whole")
