@@ -119,7 +119,7 @@ def test_a_broken_download_goes_on_where_it_stopped(
     tmp_path: Path, store: ArtifactStore, web: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr("loraplex.catalog.remote._RETRIES", {"max_retries": 0})
+    monkeypatch.setattr("loraplex.catalog.web.ATTEMPTS", 1)
     folder = write_lora(tmp_path / "a")
     web.publish(folder, "/a")
     web.down_after = 4
@@ -144,7 +144,7 @@ def test_bytes_of_two_versions_never_mix(
     tmp_path: Path, store: ArtifactStore, web: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr("loraplex.catalog.remote._RETRIES", {"max_retries": 0})
+    monkeypatch.setattr("loraplex.catalog.web.ATTEMPTS", 1)
     first, second = write_lora(tmp_path / "a"), write_lora(tmp_path / "b")
     edit_config(second, lambda c: c | {"lora_alpha": 9})
     (second / "adapter_model.safetensors").write_bytes(
@@ -179,7 +179,7 @@ def test_a_hub_is_read_at_its_commit_and_a_missing_network_is_said(
     monkeypatch.setenv("HF_ENDPOINT", web.url)
     assert fetched(store, f"hf://owner/name@{COMMIT}/sub")[0] == files(folder)
     refused(ErrorCode.ADAPTER_SOURCE_MISSING, store, f"hf://owner/name@{'f' * 40}/sub")
-    monkeypatch.setattr("loraplex.catalog.remote._RETRIES", {"max_retries": 0})
+    monkeypatch.setattr("loraplex.catalog.web.ATTEMPTS", 1)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     error = refused(ErrorCode.ADAPTER_SOURCE_UNAVAILABLE, store, f"hf://owner/name@{COMMIT}")
     assert (error.status, "check the network" in error.message) == (503, True)

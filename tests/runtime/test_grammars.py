@@ -132,7 +132,6 @@ def nested(levels: int) -> Any:
     return value
 
 
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"not": {"type": "string"}}, "not"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
