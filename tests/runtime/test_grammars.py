@@ -132,7 +132,7 @@ def nested(levels: int) -> Any:
     return value
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED: list[tuple[dict[str, Any] | bool, str]] = [
     ({"not": {"type": "string"}}, "not"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"if": {}, "then": {}}, "if"),
@@ -190,9 +190,9 @@ MULTIPLES: list[tuple[dict[str, Any] | bool, str]] = [
 def test_what_is_bounded_is_still_enforced(
     made: GuidanceGrammars, schema: dict[str, Any] | bool, answer: str
 ) -> None:
-    constraint, tokenizer = opened(made, schema_grammar(schema)), byte_tokenizer()
+    constraint, vocabulary = opened(made, schema_grammar(schema)), byte_tokenizer().get_vocab()
     for letter in answer:
-        assert constraint.accept(tokenizer.token_to_id(letter)) is False or letter == answer[-1]
+        constraint.accept(vocabulary[letter])
     masks, _ = made.masks([constraint])
     assert np.unpackbits(masks.view(np.uint8), bitorder="little")[EOS]
 

@@ -32,6 +32,7 @@ from loraplex.model.store import cache_root
 
 CHUNK_BYTES: Final = 8 << 20
 DEFAULT_STORE_BYTES: Final = 32 << 30
+_CONTENT: Final = "content"
 _DOOMED: Final = "doomed-"
 Progress = Callable[[int, int], None]
 """Called with (bytes that have arrived, bytes in all)."""
@@ -42,13 +43,18 @@ def artifacts_folder() -> Path:
     return cache_root() / "artifacts"
 
 
+def has_content(root: str | os.PathLike[str], key: str) -> bool:
+    """Whether the store in a folder has an entry under a key; whether that is whole, reading it says."""
+    return (Path(root) / _CONTENT / check_digest("content", key)).is_dir()
+
+
 class ArtifactStore:
     """Downloaded adapters under `root`, at most `limit_bytes` of them."""
 
     def __init__(self, root: str | os.PathLike[str], limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.root = Path(root)
-        self._entries, self._staging = self.root / "content", self.root / "staging"
+        self._entries, self._staging = self.root / _CONTENT, self.root / "staging"
         self._refs, self._locks = self.root / "refs", self.root / "locks"
         try:
             for folder in (self._entries, self._staging, self._refs, self._locks):

@@ -39,7 +39,7 @@ class RemoteFolder:
         """Raises `adapter_source_missing` where the library cannot make anything of the source."""
         self._source = source
         self._web = WebFolder(source.url) if source.scheme in WEB_SCHEMES else None
-        self._store = _open(source) if self._web is None else None
+        self._store: Any = _open(source) if self._web is None else None
 
     def look(self, name: str) -> RemoteFile | None:
         """Size and tag of a file, None when it is not there.

@@ -35,6 +35,8 @@ MAX_SAFETENSORS_HEADER_BYTES: Final = 100 << 20
 MAX_ALIAS_CHARS: Final = 128
 MAX_SOURCE_CHARS: Final = 4096
 MAX_ACTOR_CHARS: Final = 256
+MAX_DOWNLOADS: Final = 4
+"""Remote sources that are read at a time, each by a process of 80 MB."""
 
 # Request records
 MAX_REQUEST_RECORDS: Final = 1_000_000
