@@ -1,7 +1,8 @@
 """The store of downloaded adapters: folders named by the digest of their files, complete or absent.
 
 A download goes into a staging folder of its source, continues where an earlier one stopped if the remote file still
-has its tag, is checked for size, hashed, and appears by one rename. What is read from the store is hashed again; a
+has its tag, is checked for size, hashed, and appears by one rename. One that cannot succeed leaves nothing; what one that
+broke off has left counts against the limit, and goes when somebody else needs the room. What is read from the store is hashed again; a
 folder that does not have its digest is dropped. The store has a limit: what no revision names goes first, then what
 only superseded ones name, the least recently used first; never what somebody is reading. Shared by all servers of a
 cache folder.
@@ -98,7 +99,7 @@ class ArtifactStore:
         return {path.name for path in self._entries.iterdir()}
 
     def total_bytes(self) -> int:
-        """Bytes of everything in the store, without downloads under way."""
+        """Bytes of everything in the store, without what is being downloaded or was broken off."""
         return sum(_folder_bytes(path) for path in self._entries.iterdir())
 
     def reclaim(self, current: Collection[str], superseded: Collection[str], need_bytes: int = 0) -> int:
@@ -123,12 +124,16 @@ class ArtifactStore:
             ref = self._refs / digest({"source": source.text, "files": tags})
             if all(file.tag is not None for file in files) and (key := self._referenced(ref)) is not None:
                 return _expected(key, content, source)
-            stage.mkdir(exist_ok=True, mode=0o700)
-            if files[-1].name == INDEX_FILE:
-                files += self._shards(remote, source, stage, files[-1])
-            self._check_room(sum(file.size for file in files), source)
-            _download(remote, stage, files, progress)
-            key = self._publish(stage, [file.name for file in files])
+            try:
+                stage.mkdir(exist_ok=True, mode=0o700)
+                if files[-1].name == INDEX_FILE:
+                    files += self._shards(remote, source, stage, files[-1])
+                self._check_room(sum(file.size for file in files), source, stage)
+                _download(remote, stage, files, progress)
+                key = self._publish(stage, [file.name for file in files])
+            except CallerError:  # the same files will not do better
+                shutil.rmtree(stage, ignore_errors=True)
+                raise
             _write_text(ref, key)
             return _expected(key, content, source)
 
@@ -152,14 +157,31 @@ class ArtifactStore:
             shards.append(shard)
         return shards
 
-    def _check_room(self, size: int, source: RemoteSource) -> None:
+    def _check_room(self, size: int, source: RemoteSource, stage: Path) -> None:
         if size > MAX_ADAPTER_BYTES:
             raise CallerError(
                 ErrorCode.ADAPTER_TOO_LARGE,
                 f"{source.text[:80]!r} holds {size} bytes, at most {MAX_ADAPTER_BYTES} are accepted",
             )
-        if size + self.total_bytes() > self.limit_bytes:
+        room = self.limit_bytes - self.total_bytes() - size
+        others = [path for path in self._staging.iterdir() if path != stage]
+        for path in sorted(others, key=_used):
+            if sum(map(_folder_bytes, others)) <= room:
+                break
+            self._abandon(path)
+        if sum(map(_folder_bytes, others)) > room:
             raise self._full(size, source.text)
+
+    def _abandon(self, stage: Path) -> None:
+        """Delete what a download that broke off has left, unless somebody goes on with it."""
+        fd = os.open(self._locks / stage.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(stage, ignore_errors=True)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(fd)
 
     def _full(self, size: int, what: str) -> CapacityError:
         return CapacityError(
