@@ -13,6 +13,7 @@ from tests.catalog.conftest import Opener
 from tests.catalog.make import artifact, draft
 
 from loraplex.catalog.adapters import AdapterCatalog
+from loraplex.catalog.audit import audit
 from loraplex.catalog.changes import DEFAULT_GRANT, Expectation, Mode
 from loraplex.catalog.records import ANY, Grant, Right
 from loraplex.catalog.rows import Kind
@@ -266,6 +267,35 @@ def test_a_tenant_revokes_only_what_no_other_namespace_names(opened: Opener) -> 
     assert [r.alias for r in store.revoke(artifact(2).semantic, "acme admin", "acme")] == ["c"]
     store.remove("globex", "b")
     assert [r.alias for r in store.revoke(artifact(1).semantic, "acme admin", "acme")] == ["a"]
+
+
+def test_what_a_tenant_revokes_is_refused_to_it_alone(opened: Opener) -> None:
+    here, there = AdapterCatalog(store=opened()), AdapterCatalog(store=opened())
+    store, bad = here.store, artifact(1).semantic
+    here.publish(draft("a", 1, namespace="acme"), Mode.ADD)
+    here.publish(draft("b", 1, namespace="globex"), Mode.ADD)
+    here.publish(draft("b", 2, namespace="globex"), Mode.SWAP)
+    there.refresh()
+    refused(
+        ErrorCode.FORBIDDEN, lambda: store.revoke(bad, "acme admin", "acme")
+    )  # b@1 is served by its number
+    store.remove("globex", "b")
+    store.publish(draft("b", 2, namespace="globex"), Mode.ADD)
+    assert [r.name for r in store.revoke(bad, "acme admin", "acme")] == ["a@1"]
+    refused(ErrorCode.ADAPTER_REVOKED, lambda: store.revoke(bad, "acme admin", "acme"))
+    changes = store.changes(there.generation)
+    assert (changes.revoked, changes.revoked_at_home) == ((), (bad,))
+    assert store.changes().revoked_at_home == ()  # who begins now has nothing of it to end
+    refused(ErrorCode.ADAPTER_REVOKED, lambda: store.publish(draft("c", 1, namespace="acme"), Mode.PUT))
+    for namespace in ("globex", "default"):  # and nobody else is refused anything
+        assert store.publish(draft("c", 1, namespace=namespace), Mode.PUT)[1].revision == 1
+    refused(ErrorCode.FORBIDDEN, lambda: store.revoke(bad, "globex admin", "globex"))
+    store.publish(draft("c", 2, namespace="globex"), Mode.SWAP)
+    assert store.superseded("globex", "c", 1) is not None
+    assert sorted(r.name for r in store.revoke(bad)) == ["c@1"]  # the operator's binds everybody
+    refused(ErrorCode.ADAPTER_REVOKED, lambda: store.publish(draft("d", 1, namespace="globex"), Mode.PUT))
+    refused(ErrorCode.ADAPTER_REVOKED, lambda: store.superseded("globex", "c", 1))
+    assert audit(store).problems == ()
 
 
 def test_contents_that_revisions_name(opened: Opener) -> None:
