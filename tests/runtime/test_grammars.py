@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,24 @@ def test_a_grammar_that_outgrows_its_bounds_ends_typed(
         constraint.accept(tokenizer.token_to_id(piece))
     assert "too complex" in reason
     assert "\n" not in reason
+
+
+def test_the_first_mask_is_taken_before_anybody_waits_for_it(
+    made: GuidanceGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    fill = grammars.fill_next_token_bitmask
+
+    def seen(matcher: Any, masks: Any) -> None:
+        threads.append(threading.current_thread().name)
+        fill(matcher, masks)
+
+    monkeypatch.setattr(grammars, "fill_next_token_bitmask", seen)
+    costly = {"type": "string", "pattern": "^((((a{50}){50}){50}){50})$"}
+    constraint = opened(made, schema_grammar(costly))
+    assert [name.startswith("grammars") for name in threads] == [True]
+    made.masks([constraint])
+    assert [name.startswith("grammars") for name in threads] == [True, False]
 
 
 def test_requests_have_their_own_place_in_a_shared_grammar(

@@ -198,9 +198,7 @@ class GuidanceGrammars:
         """A constraint at its beginning; None while its grammar is being compiled."""
         known = self._compiled.get(grammar)
         if known is None:
-            self._compiled[grammar] = self._thread.submit(
-                LLMatcher, self._tokenizer, grammar, log_level=0, limits=_limits()
-            )
+            self._compiled[grammar] = self._thread.submit(self._compile, grammar)
             return None
         self._compiled.move_to_end(grammar)
         if not known.done():
@@ -211,6 +209,17 @@ class GuidanceGrammars:
         if matcher.is_error():
             raise _refuse(matcher.get_error())
         return GuidedConstraint(matcher.deep_copy())
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        """The grammar at its beginning, in the thread of its own.
+
+        The first mask is taken here: the library makes most of an automaton when it is first asked for a mask, which may
+        take most of a second, and keeps it for every copy; in a step everybody would wait for it.
+        """
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+        if not matcher.is_error():
+            fill_next_token_bitmask(matcher.deep_copy(), np.zeros((1, self._width), dtype=np.int32))
+        return matcher
 
     def masks(self, constraints: Sequence[Constraint]) -> tuple[I32, Sequence[str]]:
         """One mask a constraint, computed side by side without the interpreter."""
