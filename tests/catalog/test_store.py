@@ -356,3 +356,27 @@ def test_a_database_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Mon
         error: Any = refused(ErrorCode.CATALOG_UNAVAILABLE, lambda: store.publish(draft(), Mode.ADD))
     assert error.status == 503
     store.publish(draft(), Mode.ADD)
+
+
+def test_where_a_tenant_publishes_under_anothers_name(opened: Opener) -> None:
+    catalog = AdapterCatalog(store=opened())
+    view, there = catalog.view, ("acme", "a")
+    catalog.publish(draft("a", 1, namespace="acme"), Mode.ADD)
+    catalog.publish(draft("shared", 2, namespace="default"), Mode.ADD)
+    assert view.target("globex", "acme/a") == ("globex", "acme/a")  # as with a name that nobody has
+    assert view.target("globex", "acme/b") == ("globex", "acme/b")
+    assert view.target("globex", "shared") == ("globex", "shared")  # one's own beside everybody's
+    refused(ErrorCode.FORBIDDEN, lambda: view.target("globex", "default/shared"))
+    for rights in ((Right.USE,), (Right.LIST,), (Right.LOAD,), (Right.LIST, Right.LOAD, Right.USE)):
+        catalog.grant(
+            Grant("acme", "a", "globex", rights)
+        )  # what may be loaded anew is not what may be swapped
+        refused(ErrorCode.FORBIDDEN, lambda: view.target("globex", "acme/a"))
+    catalog.grant(Grant("acme", "a", "globex", (Right.SWAP,)))
+    assert view.target("globex", "acme/a") == there
+    catalog.grant(Grant("acme", "*", "globex", (Right.LOAD,)))
+    assert view.target("globex", "acme/b") == ("acme", "b")
+    catalog.remove("a", "acme")
+    assert view.target("globex", "acme/a") == there
+    catalog.publish(draft("acme/a", 1, namespace="globex"), Mode.ADD)
+    assert view.target("globex", "acme/a") == ("globex", "acme/a")
