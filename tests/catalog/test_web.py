@@ -58,6 +58,8 @@ def test_a_file_and_its_ranges(server: WebServer) -> None:
     assert folder(server).look("nothing") is None
     assert folder(server, "/a%20b").look("file") is None
     assert server.asked[-1][1] == "/a%20b/file"  # not escaped twice
+    assert folder(server, "/é").look("file") is None
+    assert server.asked[-1][1] == "/%C3%A9/file"
 
 
 @pytest.mark.parametrize("read", [False, True])

@@ -30,6 +30,8 @@ ATTEMPTS: Final = 3
 PAUSE_S: Final = 0.2
 """Before the second attempt; doubled before the third."""
 _BLOCK: Final = 1 << 20
+_SAFE: Final = "%/:[]~!$&'()*+,;="
+"""What stays in an address as it is; a letter that no address carries is escaped."""
 _GONE: Final = (404, 410)
 T = TypeVar("T")
 
@@ -59,7 +61,7 @@ class WebFolder:
     """The files directly under a URL."""
 
     def __init__(self, url: str, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._url = url.rstrip("/")
+        self._url = quote(url.rstrip("/"), safe=_SAFE)
         self._now_s = now_s
         self._socket: socket.socket | None = None
         self._opener = urllib.request.build_opener(_Http(self._connected), _Https(self._connected), _Stay)

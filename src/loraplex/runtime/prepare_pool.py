@@ -61,6 +61,10 @@ def _prepare(source: str, content: str | None) -> PreparedAdapter:
     return prepare_source(source, _base, _store, _artifacts, content)
 
 
+def _ending() -> CapacityError:
+    return CapacityError(ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one")
+
+
 class _Child:
     """One child process, which prepares one adapter after the other."""
 
@@ -78,7 +82,9 @@ class _Child:
         return self._pool
 
     async def prepare(self, source: str, content: str | None) -> PreparedAdapter:
-        """`prepare_source` in the child. Raises what it raises; `adapter_load_failed` when children died of it."""
+        """`prepare_source` in the child. Raises what it raises; `adapter_load_failed` when children died of it,
+        `shutting_down` when it was closed.
+        """
         self.waiting += 1
         try:
             return await self._prepare(source, content)
@@ -95,7 +101,7 @@ class _Child:
                     self._pool = None
                 pool.shutdown(wait=False)
                 if self._closed:
-                    break
+                    raise _ending() from None
                 _log.warning("the process that prepared %r died", source)
         raise InternalFault(
             ErrorCode.ADAPTER_LOAD_FAILED, f"the process that prepared {source!r} died; try again"
@@ -119,9 +125,7 @@ class _Child:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise CapacityError(
-                ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one"
-            ) from None  # `close` withdrew what the child had not begun
+            raise _ending() from None  # `close` withdrew what the child had not begun
 
     def close(self) -> None:
         """End the child at once, with the preparation that it may have in hand; waits for nothing."""
