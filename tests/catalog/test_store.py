@@ -16,6 +16,7 @@ from loraplex.catalog.adapters import AdapterCatalog
 from loraplex.catalog.audit import audit
 from loraplex.catalog.changes import DEFAULT_GRANT, Expectation, Mode
 from loraplex.catalog.records import ANY, Grant, Right
+from loraplex.catalog.requests import RequestLog
 from loraplex.catalog.rows import Kind
 from loraplex.catalog.store import CatalogStore
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
@@ -380,3 +381,10 @@ def test_where_a_tenant_publishes_under_anothers_name(opened: Opener) -> None:
     assert view.target("globex", "acme/a") == there
     catalog.publish(draft("acme/a", 1, namespace="globex"), Mode.ADD)
     assert view.target("globex", "acme/a") == ("globex", "acme/a")
+
+
+def test_a_request_id_that_no_record_has_is_not_found_whatever_it_holds(opened: Opener) -> None:
+    log = RequestLog(opened().database)
+    for request_id in ("unknown", "a\0b", "\0", "é\ufffd", "'; drop table requests", "a" * 100_000):
+        assert log.find(request_id) == []
+        assert log.find(request_id, "acme") == []
