@@ -108,6 +108,25 @@ def test_completion_fields(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
+def test_an_answer_holds_so_many_log_probabilities_of_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_PROMPT_LOGPROBS", 5 * 2 * 3 * 2)
+    given: dict[str, Any] = {"prompt": [[7] * 5] * 2, "echo": True, "logprobs": 2, "n": 2, "max_tokens": 1}
+
+    async def test(front: Front) -> None:
+        for change in ({}, {"max_tokens": 0}, {"logprobs": None}, {"logprobs": 3, "n": 1}):
+            assert (await front.complete(**{**given, **change})).status_code == 200, change
+        sent = len(front.engine.of(Submit))
+        assert (await front.complete(**{**given, "logprobs": 20, "echo": False})).status_code == 200
+        for change in ({"logprobs": 3}, {"n": 3}, {"prompt": [[7] * 5, [7] * 6]}, {"prompt": [[7] * 5] * 3}):
+            answer = error_of(await front.complete(**{**given, **change}))
+            assert answer == (400, "invalid_request", "logprobs"), change
+        assert len(front.engine.of(Submit)) == sent + 4
+
+    run(tmp_path, test)
+
+
 def test_an_answer_is_short_however_long_what_it_refuses(tmp_path: Path) -> None:
     long = "x" * 1_000_000
     bodies: list[dict[str, Any]] = [

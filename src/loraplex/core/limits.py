@@ -101,5 +101,7 @@ MAX_SCHEMA_MULTIPLE: Final = 100_000
 MAX_ERROR_CHARS: Final = 2_000
 """Of an error's message, of which a part may be what the caller sent."""
 MAX_ERROR_PARAM_CHARS: Final = 256
+MAX_PROMPT_LOGPROBS: Final = 1 << 19
+"""Log probabilities of prompts in one answer, alternatives included: 16 MB of JSON, made in a good second."""
 MAX_CHOICES: Final = 256
 """Prompts times samples of one HTTP request."""
