@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -54,13 +54,21 @@ def bucket() -> object:
 
 
 class WebServer:
-    """Files by path. down_after: requests of bytes that are answered before connections break; None: all."""
+    """Files by path. down_after: requests of bytes that are answered before connections break; None: all.
+
+    moved: paths that lead elsewhere. says: status for a path instead of its file. body: what a request of bytes gets, of
+    what it should get. headers: said instead of the right ones.
+    """
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.asked: list[tuple[str, str, str | None]] = []
         self.tags = True
         self.down_after: int | None = None
+        self.moved: dict[str, str] = {}
+        self.says: dict[str, int] = {}
+        self.body: Callable[[bytes], Iterable[bytes]] = lambda part: [part]
+        self.headers: dict[str, str] = {}
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -81,6 +89,13 @@ class WebServer:
                         self.close_connection = True
                         return
                     owner.down_after -= 1
+                if self.path in owner.moved or self.path in owner.says:
+                    self.send_response(owner.says.get(self.path, 302))
+                    if self.path in owner.moved:
+                        self.send_header("location", owner.moved[self.path])
+                    self.send_header("content-length", "0")
+                    self.end_headers()
+                    return
                 if data is None:
                     self.send_response(404)
                     self.send_header("content-length", "0")
@@ -97,16 +112,20 @@ class WebServer:
                     low, _, high = wanted.removeprefix("bytes=").partition("-")
                     part = data[int(low) : int(high) + 1]
                     self.send_response(206)
-                    self.send_header("content-range", f"bytes {low}-{int(low) + len(part) - 1}/{size}")
+                    place = f"bytes {low}-{int(low) + len(part) - 1}/{size}"
+                    self.send_header("content-range", owner.headers.get("content-range", place))
                 else:
                     self.send_response(200)
-                self.send_header("content-length", str(len(part)))
+                self.send_header("content-length", owner.headers.get("content-length", str(len(part))))
                 if owner.tags:
                     self.send_header("etag", tag)
                 self.send_header("last-modified", "Mon, 30 Nov 2026 00:00:00 GMT")
                 self.end_headers()
                 if body:
-                    self.wfile.write(part)
+                    with suppress(OSError):  # whoever reads no more than it asked for goes away
+                        for piece in owner.body(part):
+                            self.wfile.write(piece)
+                    self.close_connection = "content-length" in owner.headers
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -119,7 +119,7 @@ def test_a_broken_download_goes_on_where_it_stopped(
     tmp_path: Path, store: ArtifactStore, web: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr("loraplex.catalog.remote._RETRIES", {"max_retries": 0})
+    monkeypatch.setattr("loraplex.catalog.web.ATTEMPTS", 1)
     folder = write_lora(tmp_path / "a")
     web.publish(folder, "/a")
     web.down_after = 4
@@ -144,7 +144,7 @@ def test_bytes_of_two_versions_never_mix(
     tmp_path: Path, store: ArtifactStore, web: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr("loraplex.catalog.remote._RETRIES", {"max_retries": 0})
+    monkeypatch.setattr("loraplex.catalog.web.ATTEMPTS", 1)
     first, second = write_lora(tmp_path / "a"), write_lora(tmp_path / "b")
     edit_config(second, lambda c: c | {"lora_alpha": 9})
     (second / "adapter_model.safetensors").write_bytes(
@@ -179,7 +179,7 @@ def test_a_hub_is_read_at_its_commit_and_a_missing_network_is_said(
     monkeypatch.setenv("HF_ENDPOINT", web.url)
     assert fetched(store, f"hf://owner/name@{COMMIT}/sub")[0] == files(folder)
     refused(ErrorCode.ADAPTER_SOURCE_MISSING, store, f"hf://owner/name@{'f' * 40}/sub")
-    monkeypatch.setattr("loraplex.catalog.remote._RETRIES", {"max_retries": 0})
+    monkeypatch.setattr("loraplex.catalog.web.ATTEMPTS", 1)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     error = refused(ErrorCode.ADAPTER_SOURCE_UNAVAILABLE, store, f"hf://owner/name@{COMMIT}")
     assert (error.status, "check the network" in error.message) == (503, True)
@@ -291,3 +291,41 @@ def test_a_full_store_is_cleared_for_the_server_before_it_refuses(tmp_path: Path
         asyncio.run(test())
     finally:
         pool.close()
+
+
+def staged(store: ArtifactStore) -> int:
+    return sum(path.stat().st_size for path in (store.root / "staging").rglob("*") if path.is_file())
+
+
+def test_what_broke_off_counts_and_makes_way(
+    tmp_path: Path, web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr("loraplex.catalog.web.ATTEMPTS", 1)
+    for number in range(4):
+        web.publish(write_lora(tmp_path / f"a{number}", lora_alpha=number + 1), f"/a{number}")
+    size = sum(map(len, files(tmp_path / "a0").values()))
+    store = ArtifactStore(tmp_path / "store", 2 * size)
+    for number in range(3):
+        web.down_after = 6  # most of its bytes
+        refused(ErrorCode.ADAPTER_SOURCE_UNAVAILABLE, store, f"{web.url}/a{number}")
+        assert 0 < staged(store) <= store.limit_bytes
+    web.down_after = None
+    _, first = fetched(store, f"{web.url}/a3")
+    assert store.keys() == {first}
+    assert staged(store) + store.total_bytes() <= store.limit_bytes
+    fetched(store, f"{web.url}/a2")
+    assert len(store.keys()) == 2
+    assert staged(store) == 0
+    refused(ErrorCode.ARTIFACT_STORE_FULL, store, f"{web.url}/a1")
+
+
+def test_a_download_that_cannot_succeed_leaves_nothing(
+    tmp_path: Path, store: ArtifactStore, web: WebServer
+) -> None:
+    web.publish(write_lora(tmp_path / "a"), "/a")
+    web.headers["content-range"] = "bytes 0-1/2"  # never what was asked for
+    refused(ErrorCode.ADAPTER_SOURCE_CHANGED, store, f"{web.url}/a")
+    assert list((store.root / "staging").iterdir()) == []
+    web.headers.clear()
+    assert fetched(store, f"{web.url}/a")[0] == files(tmp_path / "a")

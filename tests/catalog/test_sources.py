@@ -48,6 +48,10 @@ def test_sources_that_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
         ("file:///etc", UNSUPPORTED), ("s3a://b/a", UNSUPPORTED), ("://x", UNSUPPORTED), ("memory://x", UNSUPPORTED),
         ("hf://owner/name", UNPINNED), ("hf://owner/name@main", UNPINNED), ("hf://owner/name@v1.0", UNPINNED),
         (f"hf://owner/name@{COMMIT[:7]}", UNPINNED), (f"hf://owner/name@{COMMIT.upper()}", UNPINNED),
+        ("https://host/a/%2e%2e/b", MISSING), ("https://host/a/.%2E/b", MISSING), ("s3://b/a/%2e%2e/c", MISSING),
+        ("https://host/a/..\\b", MISSING), ("https://host/a\\b", MISSING), ("https://host/a/%5c../b", MISSING),
+        ("https://host/a/%252e%252e/b", MISSING), ("https://host/a/%2525252e./b", MISSING), ("https://host/a%2fb", MISSING),
+        ("https://host/./a", MISSING), (f"hf://owner/..@{COMMIT}", MISSING), (f"hf://../name@{COMMIT}", MISSING),
         (f"hf://name@{COMMIT}", MISSING), (f"hf://owner/name@{COMMIT}/../x", MISSING), (f"hf://o/n/x@{COMMIT}", MISSING),
     ],
 )  # fmt: skip
@@ -105,6 +109,27 @@ def test_files_of_a_folder_stay_inside_too(tmp_path: Path) -> None:
     folder = adapter(root / "other-files")
     (folder / "README.md").symlink_to(secret)  # nothing reads it
     assert permitted(str(folder), [str(root)]) == str(folder)
+
+
+def test_shards_that_an_index_may_name_stay_inside_too(tmp_path: Path) -> None:
+    root, secret = tmp_path / "root", tmp_path / "secret"
+    secret.write_bytes(b"")
+    folder = adapter(root / "sharded")
+    (folder / "part-1.safetensors").symlink_to(secret)
+    assert code_of(str(folder), [str(root)]) is FORBIDDEN
+    (folder / "part-1.safetensors").unlink()
+    (folder / "part-1.safetensors").write_bytes(b"")
+    assert permitted(str(folder), [str(root)]) == str(folder)
+
+
+def test_names_with_escapes_are_understood() -> None:
+    for source in (
+        "https://host/a%20b/c",
+        "https://host/a%25b",
+        "https://host/..a/b...",
+        "s3://bucket/a%2e1",
+    ):
+        assert isinstance(parse_source(source), RemoteSource)
 
 
 def test_remote_sources_need_a_prefix_where_one_is_given_or_where_it_is_the_web() -> None:

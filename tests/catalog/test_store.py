@@ -13,8 +13,10 @@ from tests.catalog.conftest import Opener
 from tests.catalog.make import artifact, draft
 
 from loraplex.catalog.adapters import AdapterCatalog
+from loraplex.catalog.audit import audit
 from loraplex.catalog.changes import DEFAULT_GRANT, Expectation, Mode
 from loraplex.catalog.records import ANY, Grant, Right
+from loraplex.catalog.requests import RequestLog
 from loraplex.catalog.rows import Kind
 from loraplex.catalog.store import CatalogStore
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
@@ -268,6 +270,35 @@ def test_a_tenant_revokes_only_what_no_other_namespace_names(opened: Opener) -> 
     assert [r.alias for r in store.revoke(artifact(1).semantic, "acme admin", "acme")] == ["a"]
 
 
+def test_what_a_tenant_revokes_is_refused_to_it_alone(opened: Opener) -> None:
+    here, there = AdapterCatalog(store=opened()), AdapterCatalog(store=opened())
+    store, bad = here.store, artifact(1).semantic
+    here.publish(draft("a", 1, namespace="acme"), Mode.ADD)
+    here.publish(draft("b", 1, namespace="globex"), Mode.ADD)
+    here.publish(draft("b", 2, namespace="globex"), Mode.SWAP)
+    there.refresh()
+    refused(
+        ErrorCode.FORBIDDEN, lambda: store.revoke(bad, "acme admin", "acme")
+    )  # b@1 is served by its number
+    store.remove("globex", "b")
+    store.publish(draft("b", 2, namespace="globex"), Mode.ADD)
+    assert [r.name for r in store.revoke(bad, "acme admin", "acme")] == ["a@1"]
+    refused(ErrorCode.ADAPTER_REVOKED, lambda: store.revoke(bad, "acme admin", "acme"))
+    changes = store.changes(there.generation)
+    assert (changes.revoked, changes.revoked_at_home) == ((), (bad,))
+    assert store.changes().revoked_at_home == ()  # who begins now has nothing of it to end
+    refused(ErrorCode.ADAPTER_REVOKED, lambda: store.publish(draft("c", 1, namespace="acme"), Mode.PUT))
+    for namespace in ("globex", "default"):  # and nobody else is refused anything
+        assert store.publish(draft("c", 1, namespace=namespace), Mode.PUT)[1].revision == 1
+    refused(ErrorCode.FORBIDDEN, lambda: store.revoke(bad, "globex admin", "globex"))
+    store.publish(draft("c", 2, namespace="globex"), Mode.SWAP)
+    assert store.superseded("globex", "c", 1) is not None
+    assert sorted(r.name for r in store.revoke(bad)) == ["c@1"]  # the operator's binds everybody
+    refused(ErrorCode.ADAPTER_REVOKED, lambda: store.publish(draft("d", 1, namespace="globex"), Mode.PUT))
+    refused(ErrorCode.ADAPTER_REVOKED, lambda: store.superseded("globex", "c", 1))
+    assert audit(store).problems == ()
+
+
 def test_contents_that_revisions_name(opened: Opener) -> None:
     store = opened()
     keys = [f"{n}" * 64 for n in range(1, 5)]
@@ -326,3 +357,34 @@ def test_a_database_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Mon
         error: Any = refused(ErrorCode.CATALOG_UNAVAILABLE, lambda: store.publish(draft(), Mode.ADD))
     assert error.status == 503
     store.publish(draft(), Mode.ADD)
+
+
+def test_where_a_tenant_publishes_under_anothers_name(opened: Opener) -> None:
+    catalog = AdapterCatalog(store=opened())
+    view, there = catalog.view, ("acme", "a")
+    catalog.publish(draft("a", 1, namespace="acme"), Mode.ADD)
+    catalog.publish(draft("shared", 2, namespace="default"), Mode.ADD)
+    assert view.target("globex", "acme/a") == ("globex", "acme/a")  # as with a name that nobody has
+    assert view.target("globex", "acme/b") == ("globex", "acme/b")
+    assert view.target("globex", "shared") == ("globex", "shared")  # one's own beside everybody's
+    refused(ErrorCode.FORBIDDEN, lambda: view.target("globex", "default/shared"))
+    for rights in ((Right.USE,), (Right.LIST,), (Right.LOAD,), (Right.LIST, Right.LOAD, Right.USE)):
+        catalog.grant(
+            Grant("acme", "a", "globex", rights)
+        )  # what may be loaded anew is not what may be swapped
+        refused(ErrorCode.FORBIDDEN, lambda: view.target("globex", "acme/a"))
+    catalog.grant(Grant("acme", "a", "globex", (Right.SWAP,)))
+    assert view.target("globex", "acme/a") == there
+    catalog.grant(Grant("acme", "*", "globex", (Right.LOAD,)))
+    assert view.target("globex", "acme/b") == ("acme", "b")
+    catalog.remove("a", "acme")
+    assert view.target("globex", "acme/a") == there
+    catalog.publish(draft("acme/a", 1, namespace="globex"), Mode.ADD)
+    assert view.target("globex", "acme/a") == ("globex", "acme/a")
+
+
+def test_a_request_id_that_no_record_has_is_not_found_whatever_it_holds(opened: Opener) -> None:
+    log = RequestLog(opened().database)
+    for request_id in ("unknown", "a\0b", "\0", "é\ufffd", "'; drop table requests", "a" * 100_000):
+        assert log.find(request_id) == []
+        assert log.find(request_id, "acme") == []

@@ -148,7 +148,7 @@ def test_a_step_with_rows_starts_one_copy_that_no_request_waits_for(depth: int) 
         rig.step()
     rig.device.held = True
     for key in keys[:4]:
-        rig.call(PinAdapter, key)
+        rig.call(PinAdapter, key, pinned=True)
     started = []
     for _ in range(4):
         rig.step()

@@ -201,6 +201,31 @@ def test_servers_see_publications_swaps_and_removals_of_each_other(tmp_path: Pat
     run(tmp_path, test)
 
 
+def test_a_tenants_revocation_reaches_other_servers_and_leaves_others_their_own(tmp_path: Path) -> None:
+    async def test(server: Callable[[], Server]) -> None:
+        here, there = server(), server()
+        for name in ("a", "b"):
+            await here.service.add(name, name, "acme")
+        await there.service.refresh()
+        await there.service.settled()
+        await here.service.revoke("a", "acme", "acme admin", "acme")
+        await here.service.revoke("b", "acme", "acme admin", "acme")
+        await here.service.add(
+            "c", "b", "globex"
+        )  # the same bytes, by somebody else, before the other server looks
+        await there.service.refresh()
+        for each, ended in ((here, ["a", "b"]), (there, ["a"])):
+            assert [m.key for m in each.engine.asked if isinstance(m, RevokeAdapter)] == list(map(key, ended))
+            async with each.service.serving("c", "globex") as revision:
+                assert revision.key == key("b")
+            with pytest.raises(CallerError) as caught:
+                await each.service.add("d", "b", "acme")
+            assert caught.value.code is ErrorCode.ADAPTER_REVOKED
+        await there.service.add("d", "a", "globex")
+
+    run(tmp_path, test)
+
+
 def test_a_revocation_reaches_servers_whose_engine_lacks_the_adapter(tmp_path: Path) -> None:
     async def test(server: Callable[[], Server]) -> None:
         here, there = server(), server()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,15 @@ def test_blanks_end(made: GuidanceGrammars) -> None:
     assert taken == [line] + [space] * 32
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+def nested(levels: int) -> Any:
+    """Lists in lists: a value, not a schema, so that its depth is the JSON reader's to refuse."""
+    value: Any = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+REFUSED: list[tuple[dict[str, Any] | bool, str]] = [
     ({"not": {"type": "string"}}, "not"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"if": {}, "then": {}}, "if"),
@@ -146,17 +155,47 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"properties": []}, "$.properties"),
     ({"allOf": {"type": "string"}}, "$.allOf"),
     ({"enum": ["x" * limits.MAX_SCHEMA_BYTES]}, "bytes"),
+    (False, "nothing"),
+    ({"const": nested(300)}, "recursion"),
+    ({"type": "integer", "multipleOf": 100_003}, "multipleOf"),
+    ({"type": "number", "multipleOf": 1000.03}, "multipleOf"),
+    ({"type": "integer", "multipleOf": int("7" * 4000)}, "multipleOf"),
+    ({"allOf": [{"multipleOf": p} for p in (997, 991)]}, "multipleOf"),
+    ({"multipleOf": 997, "anyOf": [{"multipleOf": 991}]}, "multipleOf"),
+    ({"multipleOf": 997, "$ref": "#/$defs/a", "$defs": {"a": {"multipleOf": 991}}}, "multipleOf"),
+    ({"allOf": [{"multipleOf": 1e308}, {"multipleOf": 5e-324}]}, "multipleOf"),
 ]
 
 
 @pytest.mark.parametrize(("schema", "named"), REFUSED, ids=[named for _, named in REFUSED])
-def test_what_cannot_be_enforced_is_refused_by_name(schema: dict[str, Any], named: str) -> None:
+def test_what_cannot_be_enforced_is_refused_by_name(schema: dict[str, Any] | bool, named: str) -> None:
     with pytest.raises(CallerError) as refused:
         schema_grammar(schema)
     assert refused.value.code is ErrorCode.SCHEMA_UNSUPPORTED
     assert refused.value.param == "response_format"
     assert named in refused.value.message
     assert "\n" not in refused.value.message
+
+
+MULTIPLES: list[tuple[dict[str, Any] | bool, str]] = [
+    (True, "null"),
+    ({"type": "integer", "multipleOf": 7}, "7"),
+    ({"type": "integer", "multipleOf": 3_000_000}, "3000000"),
+    ({"type": "number", "multipleOf": 0.01}, "0.25"),
+    ({"allOf": [{"type": "integer"}, {"multipleOf": 12}, {"multipleOf": 20}]}, "120"),
+    ({"properties": {p: {"type": "integer", "multipleOf": int(p)} for p in ("9973", "9967")}}, "{}"),
+]
+
+
+@pytest.mark.parametrize(("schema", "answer"), MULTIPLES, ids=[answer for _, answer in MULTIPLES])
+def test_what_is_bounded_is_still_enforced(
+    made: GuidanceGrammars, schema: dict[str, Any] | bool, answer: str
+) -> None:
+    constraint, vocabulary = opened(made, schema_grammar(schema)), byte_tokenizer().get_vocab()
+    for letter in answer:
+        constraint.accept(vocabulary[letter])
+    masks, _ = made.masks([constraint])
+    assert np.unpackbits(masks.view(np.uint8), bitorder="little")[EOS]
 
 
 def test_depth_is_bounded() -> None:
@@ -190,6 +229,24 @@ def test_a_grammar_that_outgrows_its_bounds_ends_typed(
         constraint.accept(tokenizer.token_to_id(piece))
     assert "too complex" in reason
     assert "\n" not in reason
+
+
+def test_the_first_mask_is_taken_before_anybody_waits_for_it(
+    made: GuidanceGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    fill = grammars.fill_next_token_bitmask
+
+    def seen(matcher: Any, masks: Any) -> None:
+        threads.append(threading.current_thread().name)
+        fill(matcher, masks)
+
+    monkeypatch.setattr(grammars, "fill_next_token_bitmask", seen)
+    costly = {"type": "string", "pattern": "^((((a{50}){50}){50}){50})$"}
+    constraint = opened(made, schema_grammar(costly))
+    assert [name.startswith("grammars") for name in threads] == [True]
+    made.masks([constraint])
+    assert [name.startswith("grammars") for name in threads] == [True, False]
 
 
 def test_requests_have_their_own_place_in_a_shared_grammar(

@@ -356,10 +356,28 @@ def test_bad_key_files_are_refused(tmp_path: Path, text: str) -> None:
 def test_toml_key_file(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"k").hexdigest()
     (tmp_path / "keys").write_text(f"[[keys]]\nsha256 = '{digest}'\ntenant = 't'\n")
-    caller = read_keys(str(tmp_path / "keys")).identify("Bearer k")
+    caller = read_keys(str(tmp_path / "keys")).identify([b"Bearer k"])
     assert (caller.tenant, caller.role) == ("t", "user")
     with pytest.raises(CallerError):
         read_keys(str(tmp_path / "missing"))
+
+
+def test_a_key_is_its_bytes_and_is_sent_once(tmp_path: Path) -> None:
+    keys = ("k", "ключ-é", "two words")
+    lines = [f'{{"sha256": "{hashlib.sha256(key.encode()).hexdigest()}", "tenant": "t"}}' for key in keys]
+    (tmp_path / "keys").write_text("\n".join(lines))
+    ring = read_keys(str(tmp_path / "keys"))
+    for key in keys:
+        for scheme in (b"Bearer ", b"bearer ", b"BEARER  "):
+            assert ring.identify([scheme + key.encode() + b" "]).tenant == "t"
+    digest = hashlib.sha256(b"k").hexdigest().encode()
+    for wrong in (
+        [], [b""], [b"k"], [b"Bearer"], [b"Bearerk"], [b"Basic k"], [b"Bearer K"], [b"Bearer " + digest],
+        [b"Bearer \xa0k\xa0"], [b"Bearer k\x85"], [b"Bearer \xff"], [b"Bearer k", b"Bearer k"], [b"Bearer x", b"Bearer k"],
+    ):  # fmt: skip
+        with pytest.raises(CallerError) as caught:
+            ring.identify(wrong)
+        assert caught.value.code is ErrorCode.UNAUTHENTICATED, wrong
 
 
 def test_metrics_have_bounded_labels(tmp_path: Path) -> None:

@@ -8,15 +8,17 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.catalog.remotes import WebServer
 from tests.runtime import engines
 from tests.server.processes import Running, started
 from tests.server.test_whole import BASE, whole
 from tests.server.tiny_server import write_adapter
-from tests.waiting import run, until_gone
+from tests.waiting import LIMIT_S, run, until_gone
 
 pytestmark = pytest.mark.e2e
 BODY = json.dumps({"model": BASE, "prompt": [70, 71], "max_tokens": 3}).encode()
@@ -72,6 +74,40 @@ def test_a_drain_waits_for_nobody_who_does_not_ask(tmp_path: Path) -> None:
                 writer.close()
 
     run(test)
+
+
+def test_a_change_that_waits_for_its_source_hears_of_the_end(tmp_path: Path) -> None:
+    answering, over = threading.Event(), threading.Event()
+
+    def wait(part: bytes) -> list[bytes]:
+        answering.set()
+        over.wait()
+        return [part]
+
+    async def test(web: WebServer) -> None:
+        cache = {"LORAPLEX_CACHE": str(tmp_path / "cache")}
+        async with started(
+            tmp_path, application="real", environment=cache, adapter_dirs=[web.url], drain_s=0.05
+        ) as server:
+            await server.until_said("ready on")
+            change = asyncio.create_task(
+                server.http.put("/v1/adapters/a", json={"source": f"{web.url}/a"}, timeout=LIMIT_S)
+            )
+            await asyncio.to_thread(answering.wait)
+            server.process.send_signal(signal.SIGTERM)
+            answer = await change
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+            assert await server.process.wait() == 0
+            assert server.process.stderr is not None
+            assert b"Traceback" not in await server.process.stderr.read()
+
+    with WebServer() as web:
+        web.publish(write_adapter(tmp_path / "one"), "/a")
+        web.body = wait
+        try:
+            run(lambda: test(web))
+        finally:
+            over.set()
 
 
 def test_a_server_that_is_killed_takes_its_children_along_and_leaves_nothing_for_long(tmp_path: Path) -> None:

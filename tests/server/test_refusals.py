@@ -55,6 +55,8 @@ COMPLETIONS: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
     ({"top_k": -2}, SAMPLING, "top_k"),
     ({"top_k": limits.MAX_TOP_K + 1}, SAMPLING, "top_k"),
     ({"seed": 1 << 64}, SAMPLING, "seed"),
+    ({"logit_bias": {"9" * 5000: 1}}, SAMPLING, "logit_bias"),
+    ({"logit_bias": {"²": 1}}, SAMPLING, "logit_bias"),
     ({"stop": ""}, SAMPLING, "stop"),
     ({"logprobs": 21}, SAMPLING, "logprobs"),
     ({"repetition_penalty": 0}, SAMPLING, "repetition_penalty"),
@@ -103,6 +105,40 @@ def test_completion_fields(tmp_path: Path) -> None:
         for change, (status, code), param in COMPLETIONS:
             assert error_of(await front.complete(**change)) == (status, code, param), change
         assert front.engine.of(Submit) == []
+
+    run(tmp_path, test)
+
+
+def test_an_answer_holds_so_many_log_probabilities_of_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_PROMPT_LOGPROBS", 5 * 2 * 3 * 2)
+    given: dict[str, Any] = {"prompt": [[7] * 5] * 2, "echo": True, "logprobs": 2, "n": 2, "max_tokens": 1}
+
+    async def test(front: Front) -> None:
+        for change in ({}, {"max_tokens": 0}, {"logprobs": None}, {"logprobs": 3, "n": 1}):
+            assert (await front.complete(**{**given, **change})).status_code == 200, change
+        sent = len(front.engine.of(Submit))
+        assert (await front.complete(**{**given, "logprobs": 20, "echo": False})).status_code == 200
+        for change in ({"logprobs": 3}, {"n": 3}, {"prompt": [[7] * 5, [7] * 6]}, {"prompt": [[7] * 5] * 3}):
+            answer = error_of(await front.complete(**{**given, **change}))
+            assert answer == (400, "invalid_request", "logprobs"), change
+        assert len(front.engine.of(Submit)) == sent + 4
+
+    run(tmp_path, test)
+
+
+def test_an_answer_is_short_however_long_what_it_refuses(tmp_path: Path) -> None:
+    long = "x" * 1_000_000
+    bodies: list[dict[str, Any]] = [
+        {"model": long}, {long: 1}, {"stop": long}, {"temperature": long}, {"stream_options": {long: 1}}, {"seed": 1 << 14_000},
+    ]  # fmt: skip
+
+    async def test(front: Front) -> None:
+        for change in bodies:
+            response = await front.complete(**change)
+            assert response.status_code in (400, 404)
+            assert len(response.content) < limits.MAX_ERROR_CHARS + limits.MAX_ERROR_PARAM_CHARS + 500
 
     run(tmp_path, test)
 

@@ -122,6 +122,11 @@ def test_a_tenant_does_not_revoke_what_others_name(tmp_path: Path) -> None:
         assert front.engine.of(RevokeAdapter) == []
         assert (await call("red-key", "GET", "hers")).status_code == 200
         assert (await call("red-key", "POST", "own/revoke")).json() == {"alias": "own", "revoked": ["own@1"]}
+        again = await call("red-key", "PUT", "own", own)
+        assert error_of(again)[:2] == (410, "adapter_revoked")  # to whom revoked it
+        assert [message.key for message in front.engine.of(RevokeAdapter)] != []
+        assert (await call("blue-key", "PUT", "other", own)).status_code == 201  # not to others
+        assert (await call("blue-key", "GET", "other")).json()["state"] != "absent"
         assert (await call("key", "POST", "all/revoke")).json() == {"alias": "all", "revoked": ["all@1"]}
         for key, alias in (("blue-key", "mine"), ("red-key", "hers")):
             assert error_of(await call(key, "GET", alias))[:2] == (404, "adapter_not_found")

@@ -1,7 +1,8 @@
 """The store of downloaded adapters: folders named by the digest of their files, complete or absent.
 
 A download goes into a staging folder of its source, continues where an earlier one stopped if the remote file still
-has its tag, is checked for size, hashed, and appears by one rename. What is read from the store is hashed again; a
+has its tag, is checked for size, hashed, and appears by one rename. One that cannot succeed leaves nothing; what one that
+broke off has left counts against the limit, and goes when somebody else needs the room. What is read from the store is hashed again; a
 folder that does not have its digest is dropped. The store has a limit: what no revision names goes first, then what
 only superseded ones name, the least recently used first; never what somebody is reading. Shared by all servers of a
 cache folder.
@@ -32,6 +33,7 @@ from loraplex.model.store import cache_root
 
 CHUNK_BYTES: Final = 8 << 20
 DEFAULT_STORE_BYTES: Final = 32 << 30
+_CONTENT: Final = "content"
 _DOOMED: Final = "doomed-"
 Progress = Callable[[int, int], None]
 """Called with (bytes that have arrived, bytes in all)."""
@@ -42,13 +44,18 @@ def artifacts_folder() -> Path:
     return cache_root() / "artifacts"
 
 
+def has_content(root: str | os.PathLike[str], key: str) -> bool:
+    """Whether the store in a folder has an entry under a key; whether that is whole, reading it says."""
+    return (Path(root) / _CONTENT / check_digest("content", key)).is_dir()
+
+
 class ArtifactStore:
     """Downloaded adapters under `root`, at most `limit_bytes` of them."""
 
     def __init__(self, root: str | os.PathLike[str], limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.root = Path(root)
-        self._entries, self._staging = self.root / "content", self.root / "staging"
+        self._entries, self._staging = self.root / _CONTENT, self.root / "staging"
         self._refs, locks = self.root / "refs", self.root / "locks"
         self._locks = FileLocks(locks)
         try:
@@ -94,7 +101,7 @@ class ArtifactStore:
         return {path.name for path in self._entries.iterdir()}
 
     def total_bytes(self) -> int:
-        """Bytes of everything in the store, without downloads under way."""
+        """Bytes of everything in the store, without what is being downloaded or was broken off."""
         return sum(_folder_bytes(path) for path in self._entries.iterdir())
 
     def reclaim(self, current: Collection[str], superseded: Collection[str], need_bytes: int = 0) -> int:
@@ -119,12 +126,16 @@ class ArtifactStore:
             ref = self._refs / digest({"source": source.text, "files": tags})
             if all(file.tag is not None for file in files) and (key := self._referenced(ref)) is not None:
                 return _expected(key, content, source)
-            stage.mkdir(exist_ok=True, mode=0o700)
-            if files[-1].name == INDEX_FILE:
-                files += self._shards(remote, source, stage, files[-1])
-            self._check_room(sum(file.size for file in files), source)
-            _download(remote, stage, files, progress)
-            key = self._publish(stage, [file.name for file in files])
+            try:
+                stage.mkdir(exist_ok=True, mode=0o700)
+                if files[-1].name == INDEX_FILE:
+                    files += self._shards(remote, source, stage, files[-1])
+                self._check_room(sum(file.size for file in files), source, stage)
+                _download(remote, stage, files, progress)
+                key = self._publish(stage, [file.name for file in files])
+            except CallerError:  # the same files will not do better
+                shutil.rmtree(stage, ignore_errors=True)
+                raise
             _write_text(ref, key)
             return _expected(key, content, source)
 
@@ -148,14 +159,26 @@ class ArtifactStore:
             shards.append(shard)
         return shards
 
-    def _check_room(self, size: int, source: RemoteSource) -> None:
+    def _check_room(self, size: int, source: RemoteSource, stage: Path) -> None:
         if size > MAX_ADAPTER_BYTES:
             raise CallerError(
                 ErrorCode.ADAPTER_TOO_LARGE,
                 f"{source.text[:80]!r} holds {size} bytes, at most {MAX_ADAPTER_BYTES} are accepted",
             )
-        if size + self.total_bytes() > self.limit_bytes:
+        room = self.limit_bytes - self.total_bytes() - size
+        others = [path for path in self._staging.iterdir() if path != stage]
+        for path in sorted(others, key=_used):
+            if sum(map(_folder_bytes, others)) <= room:
+                break
+            self._abandon(path)
+        if sum(map(_folder_bytes, others)) > room:
             raise self._full(size, source.text)
+
+    def _abandon(self, stage: Path) -> None:
+        """Delete what a download that broke off has left, unless somebody goes on with it."""
+        with self._locks.attempt(stage.name) as alone:
+            if alone:
+                shutil.rmtree(stage, ignore_errors=True)
 
     def _full(self, size: int, what: str) -> CapacityError:
         return CapacityError(

@@ -53,7 +53,8 @@ ANYTHING: Final = Expectation()
 class Changes:
     """Aliases that changed up to `generation`; grants: all of them when any changed, else None; and damaged ones.
 
-    revoked: semantic digests that were revoked since.
+    revoked: semantic digests that were revoked since, for everybody; revoked_at_home: those that a tenant revoked for its
+    own namespace, where alone they were published.
     """
 
     generation: int
@@ -61,6 +62,7 @@ class Changes:
     grants: tuple[Grant, ...] | None = None
     damaged_grants: tuple[LoraplexError, ...] = ()
     revoked: tuple[str, ...] = ()
+    revoked_at_home: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

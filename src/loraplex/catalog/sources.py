@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
@@ -25,6 +26,9 @@ OBJECT_SCHEMES: Final = frozenset({"s3", "gs", "az", "abfs", "abfss"})
 WEB_SCHEMES: Final = frozenset({"http", "https"})
 HUB_SCHEME: Final = "hf"
 _HUB: Final = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)@(?P<commit>[^/]+)(?:/(?P<folder>[\w./-]+))?")
+_MAX_ESCAPES: Final = 4
+_SHARD: Final = ".safetensors"
+"""What an index of shards may name besides files that begin with `adapter_`."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _REMOTE: Final = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>[^/?#@\s]+)(?P<path>/[^?#\s]*)?")
 
@@ -69,14 +73,32 @@ def parse_source(source: str) -> LocalSource | RemoteSource:
             param="source",
         )
     match = _REMOTE.fullmatch(source)
-    if match is None or ".." in (match["path"] or "").split("/"):
+    if match is None or _climbs(match["path"] or ""):
         raise _malformed(source)
     return RemoteSource(source, scheme, source.rstrip("/"))
 
 
+def _climbs(path: str) -> bool:
+    """Whether a reader of URLs may take a part of a path for the folder above, or see parts that we do not.
+
+    They resolve `..` also where it is written with escapes, and take a backslash for a slash; a server behind them may
+    resolve escapes of escapes.
+    """
+    for _ in range(_MAX_ESCAPES):
+        if "\\" in path or not {"..", "."}.isdisjoint(path.split("/")):
+            return True
+        plain = unquote(path)
+        if plain == path:
+            return False
+        if plain.count("/") != path.count("/"):
+            return True
+        path = plain
+    return True
+
+
 def _hub(source: str) -> RemoteSource:
     match = _HUB.fullmatch(source)
-    if match is None or ".." in source.split("/"):
+    if match is None or _climbs(source.replace("@", "/")):
         if "@" not in source:
             raise _unpinned(source, "no commit")
         raise _malformed(source)
@@ -131,7 +153,7 @@ def _files_stay(folder: Path, roots: Sequence[Path]) -> bool:
     except OSError:
         return False
     for entry in entries:
-        if not entry.name.startswith("adapter_"):
+        if not entry.name.startswith("adapter_") and not entry.name.endswith(_SHARD):
             continue
         real = Path(os.path.realpath(entry.path))
         if not any(real.is_relative_to(root) for root in roots):

@@ -42,6 +42,13 @@ from loraplex.catalog.records import (
     encode,
     seal,
 )
+from loraplex.catalog.revocations import (
+    check_not_revoked,
+    is_revoked,
+    last_removal,
+    revoked_by_tenants,
+    served_elsewhere,
+)
 from loraplex.catalog.rows import (
     AliasState,
     Kind,
@@ -97,7 +104,7 @@ class CatalogStore:
             generation = _advance(connection, expected.generation)
             state = state_of(connection, draft.namespace, draft.alias)
             old = _expect(state, draft.alias, mode, expected.revision)
-            _check_not_revoked(connection, draft.artifact.semantic)
+            check_not_revoked(connection, draft.artifact.semantic, draft.namespace)
             new = Revision(
                 draft.namespace, draft.alias, (state.last if state else 0) + 1, generation, draft.source,
                 draft.content, draft.actor, self.now_ms(), draft.artifact,
@@ -130,12 +137,13 @@ class CatalogStore:
         """Leave a tombstone under every alias of an artifact, and let nothing publish it again; what the aliases were.
 
         One generation for each alias and one for the revocation, all of them or none. tenant: on whose behalf, None for
-        the operator's. Raises `adapter_revoked` when it was revoked before, `adapter_not_found` when it was never
-        published, `forbidden` when the tenant is not the operator and other namespaces name it.
+        the operator's. A tenant's binds its own namespace, where alone it may have been published: what others publish
+        later is not its to refuse. Raises `adapter_revoked` when it was revoked before, `adapter_not_found` when it was
+        never published, `forbidden` when the tenant is not the operator and other namespaces name it, also by number.
         """
         with self.database.writing() as connection:
             generation = _advance(connection, None)
-            _check_not_revoked(connection, semantic)
+            check_not_revoked(connection, semantic, tenant)
             if (
                 connection.execute(
                     select(artifacts.c.semantic).where(artifacts.c.semantic == semantic)
@@ -144,18 +152,21 @@ class CatalogStore:
             ):
                 raise not_registered(semantic[:16])
             rows = connection.execute(current_rows().where(revisions.c.semantic == semantic)).mappings().all()
-            if tenant is not None and any(row["namespace"] != tenant for row in rows):
+            if tenant is None:
+                connection.execute(
+                    insert(revoked).values(
+                        semantic=semantic, generation=generation, actor=actor, at_ms=self.now_ms()
+                    )
+                )
+            elif any(row["namespace"] != tenant for row in rows) or served_elsewhere(
+                connection, semantic, tenant
+            ):
                 raise CallerError(
                     ErrorCode.FORBIDDEN,
                     "other namespaces name this adapter; the operator may revoke it, remove your own alias instead",
                     param="alias",
                 )
-            connection.execute(
-                insert(revoked).values(
-                    semantic=semantic, generation=generation, actor=actor, at_ms=self.now_ms()
-                )
-            )
-            self._log(connection, generation, Kind.REVOKE, "", semantic, None, actor)
+            self._log(connection, generation, Kind.REVOKE, tenant or "", semantic, None, actor)
             gone = [read_revision(row, row["current"]) for row in rows]
             for revision in gone:
                 generation = _advance(connection, None)
@@ -214,7 +225,8 @@ class CatalogStore:
             ended = connection.execute(
                 select(revoked.c.semantic).where(revoked.c.generation > after)
             ).scalars()
-            return Changes(generation, states, granted, tuple(wrong), tuple(ended))
+            by_tenants = () if after < 0 else revoked_by_tenants(connection, after)
+            return Changes(generation, states, granted, tuple(wrong), tuple(ended), by_tenants)
 
     def revision(self, namespace: str, alias: str, number: int) -> Revision | None:
         """Any revision that was ever published under an alias; raises `catalog_record_invalid` when damaged."""
@@ -238,18 +250,12 @@ class CatalogStore:
             revisions.c.alias == alias,
             revisions.c.revision == number,
         )
-        removed = select(func.max(publications.c.generation)).where(
-            publications.c.namespace == namespace,
-            publications.c.alias == alias,
-            publications.c.kind == Kind.REMOVE.value,
-        )
         with self.database.reading() as connection:
             row = connection.execute(revision_rows().where(*where)).mappings().one_or_none()
             found = None if row is None else read_revision(row)
-            if found is None or found.generation < (connection.execute(removed).scalar_one() or 0):
+            if found is None or found.generation < last_removal(connection, namespace, alias):
                 return None
-            ended = select(revoked.c.semantic).where(revoked.c.semantic == found.key)
-            if connection.execute(ended).first() is not None:
+            if is_revoked(connection, found.key, namespace):
                 raise CallerError(
                     ErrorCode.ADAPTER_REVOKED,
                     f"{found.name} was revoked; name another revision",
@@ -336,16 +342,6 @@ def _expect(state: AliasState | None, alias: str, mode: Mode, revision: int | No
     if revision is not None and current.revision != revision:
         raise other_revision(current, revision)
     return current
-
-
-def _check_not_revoked(connection: Connection, semantic: str) -> None:
-    found = connection.execute(select(revoked.c.semantic).where(revoked.c.semantic == semantic)).first()
-    if found is not None:
-        raise CallerError(
-            ErrorCode.ADAPTER_REVOKED,
-            f"adapter {semantic[:12]} was revoked; publish a corrected revision",
-            param="source",
-        )
 
 
 def _check_grant(record: Grant) -> None:

@@ -82,11 +82,7 @@ class CatalogView:
         if self.may(tenant, namespace, alias, right):
             return
         if self.may(tenant, namespace, alias, Right.LIST):
-            raise CallerError(
-                ErrorCode.FORBIDDEN,
-                f"adapter {alias!r} is not tenant {tenant!r}'s own, which may not {right} it",
-                param="alias",
-            )
+            raise self._not_its_own(tenant, alias, right)
         raise CallerError(ErrorCode.ADAPTER_NOT_FOUND, f"adapter {alias!r} is not registered", param="alias")
 
     def find(self, tenant: str, alias: str, right: Right) -> Revision | None:
@@ -97,20 +93,32 @@ class CatalogView:
         return None
 
     def target(self, tenant: str, name: str) -> Place:
-        """Where a tenant publishes under a name: over what it may swap, else where it was granted to load, else at home."""
+        """Where a tenant publishes under a name: over what it may swap, else where it was granted to load, else at home.
+
+        Raises `forbidden` for another namespace's alias by its whole name, which the tenant knows and may not swap: at
+        home it would hide from the tenant what that name has meant so far.
+        """
         own = (tenant, name)
         for place in self._places(tenant, name):
             if place in self._current and self.may(tenant, *place, Right.SWAP):
                 return place
         namespace, slash, rest = name.partition("/")
-        if (
-            slash
-            and own not in self._current
-            and namespace != tenant
-            and self.may(tenant, namespace, rest, Right.LOAD)
-        ):
-            return (namespace, rest)
+        there = (namespace, rest)
+        if not slash or namespace == tenant or own in self._current:
+            return own
+        if there not in self._current:
+            return there if self.may(tenant, *there, Right.LOAD) else own
+        if any(self.may(tenant, *there, right) for right in Right):
+            raise self._not_its_own(tenant, rest, Right.SWAP)
         return own
+
+    @staticmethod
+    def _not_its_own(tenant: str, alias: str, right: Right) -> CallerError:
+        return CallerError(
+            ErrorCode.FORBIDDEN,
+            f"adapter {alias!r} is not tenant {tenant!r}'s own, which may not {right} it",
+            param="alias",
+        )
 
     def owned(self, tenant: str, name: str) -> Revision:
         """What a tenant means by a name, if it may change it; raises as `require` does."""

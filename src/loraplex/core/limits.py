@@ -35,6 +35,8 @@ MAX_SAFETENSORS_HEADER_BYTES: Final = 100 << 20
 MAX_ALIAS_CHARS: Final = 128
 MAX_SOURCE_CHARS: Final = 4096
 MAX_ACTOR_CHARS: Final = 256
+MAX_DOWNLOADS: Final = 4
+"""Remote sources that are read at a time, each by a process of 80 MB."""
 
 # Request records
 MAX_REQUEST_RECORDS: Final = 1_000_000
@@ -96,5 +98,12 @@ MAX_LOGGED_PROMPT_CHARS: Final = 4096
 MAX_SCHEMA_BYTES: Final = 64 << 10
 MAX_SCHEMA_DEPTH: Final = 32
 """Levels of a response schema; a compiler that recurses over it stays far from its stack's end."""
+MAX_SCHEMA_MULTIPLE: Final = 100_000
+"""Units of a `multipleOf`, of all that hold together: an automaton of so many states is built in about a second."""
+MAX_ERROR_CHARS: Final = 2_000
+"""Of an error's message, of which a part may be what the caller sent."""
+MAX_ERROR_PARAM_CHARS: Final = 256
+MAX_PROMPT_LOGPROBS: Final = 1 << 19
+"""Log probabilities of prompts in one answer, alternatives included: 16 MB of JSON, made in a good second."""
 MAX_CHOICES: Final = 256
 """Prompts times samples of one HTTP request."""

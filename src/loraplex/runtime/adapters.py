@@ -301,13 +301,14 @@ class AdapterService(CatalogNames):
 
     async def _revoke(self, key: str, actor: str, caller: str | None) -> list[Revision]:
         """Under the change lock. Revoked is revoked, also where the catalog does not answer afterwards."""
-        store = self._catalog.store
+        store, view = self._catalog.store, self._catalog.view
         gone = await self.off_loop(lambda: store.revoke(key, actor, caller))
         await self._refresh_after(key[:12], "revoked")
-        if not self.controls.forbidden(key):  # the refresh had no answer
-            for revision in gone:
+        unseen = [revision for revision in gone if view.now((revision.namespace, revision.alias)) == revision]
+        if unseen or (caller is None and not self.controls.forbidden(key)):  # the refresh had no answer
+            for revision in unseen:
                 self._catalog.gone(revision)
-            await self._held.revoked(key, self.controls.revoke)
+            await self._held.revoked(key, self.controls.revoke if caller is None else self.controls.end)
         if key in self._held.failures:
             raise self._held.failures[key]
         return gone
@@ -327,8 +328,10 @@ class AdapterService(CatalogNames):
             current = view.now((superseded.namespace, superseded.alias))
             if await self._follow_pin((superseded.namespace, superseded.alias), current):
                 moved += [] if current is None else [current]
-        for key in changes.revoked:
-            await self._held.revoked(key, self.controls.revoke)
+        at_home = [key for key in changes.revoked_at_home if not self._catalog.shares(key)]
+        for key in (*changes.revoked, *at_home):
+            everywhere = key in changes.revoked
+            await self._held.revoked(key, self.controls.revoke if everywhere else self.controls.end)
             if key in self._held.failures:
                 _log.error("revoking %s was refused by the engine: %s", key[:12], self._held.failures[key])
         for error in changes.damaged_grants:

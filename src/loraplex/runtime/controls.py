@@ -91,16 +91,24 @@ class ResidencyControls:
     def forbid(self, key: str) -> None:
         """Never let this server register an adapter again, and forget its pins."""
         self._revoked.add(key)
-        self._pins = {name: pinned for name, pinned in self._pins.items() if pinned != key}
+        self._forget_pins(key)
 
     async def revoke(self, key: str) -> None:
-        """End an adapter and every request on it; `forbid` it. An engine that has no such adapter is done with it."""
+        """`end` an adapter and `forbid` it."""
         self.forbid(key)
+        await self.end(key)
+
+    async def end(self, key: str) -> None:
+        """End an adapter and every request on it. An engine that has no such adapter is done with it."""
+        self._forget_pins(key)
         try:
             await self._engine.call(RevokeAdapter(0, key))
         except LoraplexError as error:
             if error.code not in _HAS_NONE:
                 raise
+
+    def _forget_pins(self, key: str) -> None:
+        self._pins = {name: pinned for name, pinned in self._pins.items() if pinned != key}
 
     def forbidden(self, key: str) -> bool:
         """Whether an adapter was revoked, as far as this server knows."""

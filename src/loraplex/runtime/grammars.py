@@ -10,10 +10,12 @@ Specification: DESIGN 4 "Sampling", DESIGN 6 (llguidance).
 
 from __future__ import annotations
 
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -54,11 +56,17 @@ def _refuse(reason: str) -> CallerError:
 
 def schema_grammar(schema: dict[str, Any] | bool) -> str:
     """Grammar text for a decoded JSON schema. Raises `schema_unsupported` for what cannot be enforced; may take long."""
-    text = msgspec.json.encode(schema).decode()
+    if schema is False:
+        raise _refuse("it permits nothing")
+    text = msgspec.json.encode({} if schema is True else schema).decode()
     if len(text) > limits.MAX_SCHEMA_BYTES:
         raise _refuse(f"it has {len(text)} bytes, the limit is {limits.MAX_SCHEMA_BYTES}")
     check_keywords(schema)
-    grammar = str(LLMatcher.grammar_from_json_schema(text, overrides=cast("Any", _OPTIONS)))
+    check_multiples(schema)
+    try:
+        grammar = str(LLMatcher.grammar_from_json_schema(text, overrides=cast("Any", _OPTIONS)))
+    except ValueError as error:  # what its JSON reader refuses: values that are nested too deeply
+        raise _refuse(str(error)) from error
     wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
     if wrong or messages:
         raise _refuse("; ".join(messages))
@@ -79,6 +87,8 @@ _SAYS_NOTHING: Final = frozenset(
      "writeOnly"}
 )  # fmt: skip
 """Annotations of the standard, which constrain nothing."""
+_JOINING: Final = frozenset({"anyOf", "oneOf", "allOf", "$ref"})
+"""Keywords through which one value may have to satisfy several schemas."""
 
 
 def check_keywords(schema: object, path: str = "$", depth: int = 0) -> None:
@@ -93,17 +103,58 @@ def check_keywords(schema: object, path: str = "$", depth: int = 0) -> None:
     if depth > limits.MAX_SCHEMA_DEPTH:
         raise _refuse(f"it is nested deeper than {limits.MAX_SCHEMA_DEPTH} levels")
     for keyword, value in schema.items():
-        inside = f"{path}.{keyword}"
-        if keyword in _NAMED and isinstance(value, dict):
-            for name, part in value.items():
-                check_keywords(part, f"{inside}.{name}", depth + 1)
-        elif (keyword in _MANY or keyword == "items") and isinstance(value, list):
-            for index, part in enumerate(value):
-                check_keywords(part, f"{inside}[{index}]", depth + 1)
-        elif keyword in _ONE and isinstance(value, (dict, bool)):
-            check_keywords(value, inside, depth + 1)
-        elif keyword not in _ENFORCED and keyword not in _SAYS_NOTHING:
+        inside, parts = f"{path}.{keyword}", _parts(keyword, value)
+        if parts is None and keyword not in _ENFORCED and keyword not in _SAYS_NOTHING:
             raise _refuse(f"{inside} is not a keyword that is enforced")
+        for name, part in parts or ():
+            check_keywords(part, inside + name, depth + 1)
+
+
+def _parts(keyword: str, value: object) -> list[tuple[str, object]] | None:
+    """(place, schema) of every schema directly under a keyword; None where the keyword holds none."""
+    if keyword in _NAMED and isinstance(value, dict):
+        return [(f".{name}", part) for name, part in value.items()]
+    if (keyword in _MANY or keyword == "items") and isinstance(value, list):
+        return [(f"[{index}]", part) for index, part in enumerate(value)]
+    if keyword in _ONE and isinstance(value, (dict, bool)):
+        return [("", value)]
+    return None
+
+
+def check_multiples(schema: object) -> None:
+    """Raise `schema_unsupported` for a `multipleOf` whose automaton would not end being built.
+
+    Its states are as many as the number has units, and those of numbers that hold together as many as their least common
+    multiple has: the library's fuel does not count them, and building them holds up everybody's grammars and the memory of
+    the engine. Takes all numbers of a schema as one group where anything in it joins schemas.
+    """
+    found: list[Decimal] = []
+    joined = _collect_multiples(schema, found)
+    units = [abs(number).normalize().as_tuple() for number in found if number.is_finite() and number]
+    finest = min((int(unit.exponent) for unit in units), default=0) if joined else None
+    whole = [
+        int("".join(map(str, unit.digits))) * (1 if finest is None else 10 ** (int(unit.exponent) - finest))
+        for unit in units
+    ]
+    largest = (math.lcm(*whole) if joined else max(whole, default=0)) if whole else 0
+    if largest > limits.MAX_SCHEMA_MULTIPLE:
+        raise _refuse(
+            f"its multipleOf {'numbers together have' if len(whole) > 1 else 'has'} more than "
+            f"{limits.MAX_SCHEMA_MULTIPLE} units"
+        )
+
+
+def _collect_multiples(schema: object, found: list[Decimal]) -> bool:
+    """Add every `multipleOf` number inside a checked schema to `found`; whether something in it joins schemas."""
+    if not isinstance(schema, dict):
+        return False
+    joined = not _JOINING.isdisjoint(schema)
+    for keyword, value in schema.items():
+        if keyword == "multipleOf" and isinstance(value, (int, float)):
+            found.append(Decimal(repr(value)) if not isinstance(value, bool) else Decimal(1))
+        for _, part in _parts(keyword, value) or ():
+            joined |= _collect_multiples(part, found)
+    return joined
 
 
 class GuidedConstraint:
@@ -147,9 +198,7 @@ class GuidanceGrammars:
         """A constraint at its beginning; None while its grammar is being compiled."""
         known = self._compiled.get(grammar)
         if known is None:
-            self._compiled[grammar] = self._thread.submit(
-                LLMatcher, self._tokenizer, grammar, log_level=0, limits=_limits()
-            )
+            self._compiled[grammar] = self._thread.submit(self._compile, grammar)
             return None
         self._compiled.move_to_end(grammar)
         if not known.done():
@@ -160,6 +209,17 @@ class GuidanceGrammars:
         if matcher.is_error():
             raise _refuse(matcher.get_error())
         return GuidedConstraint(matcher.deep_copy())
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        """The grammar at its beginning, in the thread of its own.
+
+        The first mask is taken here: the library makes most of an automaton when it is first asked for a mask, which may
+        take most of a second, and keeps it for every copy; in a step everybody would wait for it.
+        """
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+        if not matcher.is_error():
+            fill_next_token_bitmask(matcher.deep_copy(), np.zeros((1, self._width), dtype=np.int32))
+        return matcher
 
     def masks(self, constraints: Sequence[Constraint]) -> tuple[I32, Sequence[str]]:
         """One mask a constraint, computed side by side without the interpreter."""

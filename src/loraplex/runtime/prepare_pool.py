@@ -1,7 +1,10 @@
 """Adapter preparation in a process of its own, so that reading and hashing never hold up an event loop or a step.
 
-One niced child, spawned on first use; it dies with its parent and leaves the terminal's interrupt to it. A child that
+Niced children, spawned on first use; they die with their parent and leave the terminal's interrupt to it. A child that
 dies is replaced and the preparation in hand begun again, once; then it fails with a typed error.
+
+One child reads what is on this machine. What must be downloaded has others, each with one preparation at a time, so that a
+remote source that answers slowly, or never, holds up neither local folders nor, until there are many, other downloads.
 
 Specification: DESIGN 4 "Loading", "Processes".
 """
@@ -22,8 +25,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
+from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder, has_content
+from loraplex.catalog.sources import is_remote
 from loraplex.core.errors import CapacityError, ErrorCode, InternalFault
+from loraplex.core.limits import MAX_DOWNLOADS
 from loraplex.runtime.base import BaseModel
 from loraplex.runtime.images import ImageStore
 from loraplex.runtime.prepare import PreparedAdapter, prepare_source
@@ -56,28 +61,39 @@ def _prepare(source: str, content: str | None) -> PreparedAdapter:
     return prepare_source(source, _base, _store, _artifacts, content)
 
 
-class PreparePool:
-    """Prepares adapters one at a time; callable with a source."""
+def _ending() -> CapacityError:
+    return CapacityError(ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one")
 
-    def __init__(
-        self,
-        base: BaseModel,
-        images_dir: str | os.PathLike[str],
-        artifacts_dir: str | os.PathLike[str] | None = None,
-        artifacts_bytes: int = DEFAULT_STORE_BYTES,
-    ) -> None:
-        """images_dir: the image store that the engine reads. artifacts_*: store of downloads and its limit."""
-        self._base = base
-        self._images_dir = str(Path(images_dir))
-        self._artifacts = (str(artifacts_dir or artifacts_folder()), artifacts_bytes)
+
+class _Child:
+    """One child process, which prepares one adapter after the other."""
+
+    def __init__(self, arguments: tuple[BaseModel, str, str, int]) -> None:
+        """arguments: of `_begin`."""
+        self._arguments = arguments
         self._pool: ProcessPoolExecutor | None = None
         self._pid: Future[int] | None = None
         self._closed = False
+        self.waiting = 0
 
-    async def __call__(self, source: str, content: str | None = None) -> PreparedAdapter:
-        """`prepare_source` in the child. Raises what it raises; `adapter_load_failed` when children died of it."""
+    @property
+    def pool(self) -> ProcessPoolExecutor | None:
+        """Its executor, None before its first preparation."""
+        return self._pool
+
+    async def prepare(self, source: str, content: str | None) -> PreparedAdapter:
+        """`prepare_source` in the child. Raises what it raises; `adapter_load_failed` when children died of it,
+        `shutting_down` when it was closed.
+        """
+        self.waiting += 1
+        try:
+            return await self._prepare(source, content)
+        finally:
+            self.waiting -= 1
+
+    async def _prepare(self, source: str, content: str | None) -> PreparedAdapter:
         for _ in range(ATTEMPTS):
-            pool = self._child()
+            pool = self._spawned()
             try:
                 return await self._in_child(pool, source, content)
             except BrokenProcessPool:
@@ -85,27 +101,22 @@ class PreparePool:
                     self._pool = None
                 pool.shutdown(wait=False)
                 if self._closed:
-                    break
+                    raise _ending() from None
                 _log.warning("the process that prepared %r died", source)
         raise InternalFault(
             ErrorCode.ADAPTER_LOAD_FAILED, f"the process that prepared {source!r} died; try again"
         )
 
-    def _child(self) -> ProcessPoolExecutor:
+    def _spawned(self) -> ProcessPoolExecutor:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 max_workers=1,
                 mp_context=multiprocessing.get_context("spawn"),
                 initializer=_begin,
-                initargs=(self._base, self._images_dir, *self._artifacts),
+                initargs=self._arguments,
             )
             self._pid = self._pool.submit(os.getpid)
         return self._pool
-
-    async def reclaim(self, kept: Collection[str]) -> int:
-        """Clear the artifact store of everything but these keys; bytes deleted. Off the event loop."""
-        store = ArtifactStore(*self._artifacts)
-        return await asyncio.to_thread(store.reclaim, kept, (), store.limit_bytes)
 
     async def _in_child(self, pool: ProcessPoolExecutor, source: str, content: str | None) -> PreparedAdapter:
         try:
@@ -114,9 +125,7 @@ class PreparePool:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            raise CapacityError(
-                ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one"
-            ) from None  # `close` withdrew what the child had not begun
+            raise _ending() from None  # `close` withdrew what the child had not begun
 
     def close(self) -> None:
         """End the child at once, with the preparation that it may have in hand; waits for nothing."""
@@ -128,3 +137,38 @@ class PreparePool:
             with suppress(ProcessLookupError, BrokenProcessPool):
                 os.kill(self._pid.result(), signal.SIGKILL)
         self._pool = None
+
+
+class PreparePool:
+    """Prepares adapters; callable with a source."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        images_dir: str | os.PathLike[str],
+        artifacts_dir: str | os.PathLike[str] | None = None,
+        artifacts_bytes: int = DEFAULT_STORE_BYTES,
+    ) -> None:
+        """images_dir: the image store that the engine reads. artifacts_*: store of downloads and its limit."""
+        self._artifacts = (str(artifacts_dir or artifacts_folder()), artifacts_bytes)
+        arguments = (base, str(Path(images_dir)), *self._artifacts)
+        self._here = _Child(arguments)
+        self._elsewhere = [_Child(arguments) for _ in range(MAX_DOWNLOADS)]
+
+    async def __call__(self, source: str, content: str | None = None) -> PreparedAdapter:
+        """`prepare_source` in a child. Raises what it raises; `adapter_load_failed` when children died of it."""
+        if is_remote(source) and not (content is not None and has_content(self._artifacts[0], content)):
+            child = min(self._elsewhere, key=lambda child: child.waiting)
+        else:
+            child = self._here
+        return await child.prepare(source, content)
+
+    async def reclaim(self, kept: Collection[str]) -> int:
+        """Clear the artifact store of everything but these keys; bytes deleted. Off the event loop."""
+        store = ArtifactStore(*self._artifacts)
+        return await asyncio.to_thread(store.reclaim, kept, (), store.limit_bytes)
+
+    def close(self) -> None:
+        """End the children at once, with the preparations that they may have in hand; waits for nothing."""
+        for child in (self._here, *self._elsewhere):
+            child.close()

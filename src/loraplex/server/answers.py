@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from loraplex.core import limits
 from loraplex.core.errors import CODES, LoraplexError, Root
 
 LOGPROB_FLOOR: Final = -9999.0
@@ -140,12 +141,20 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 def error_body(error: LoraplexError) -> dict[str, Any]:
-    """The JSON of a typed error."""
+    """The JSON of a typed error. What a message quotes of the request does not make the answer as long as that."""
     return {
         "error": {
-            "message": error.message,
+            "message": _cut(error.message, limits.MAX_ERROR_CHARS),
             "type": _TYPES[CODES[error.code].root],
-            "param": error.param,
+            "param": None if error.param is None else _cut(error.param, limits.MAX_ERROR_PARAM_CHARS),
             "code": error.code.value,
         }
     }
+
+
+def _cut(text: str, most: int) -> str:
+    """The text, or its beginning and its end with how much is left out between them."""
+    if len(text) <= most:
+        return text
+    head, tail = most * 3 // 4, most // 8
+    return f"{text[:head]} ... {len(text) - head - tail} characters ... {text[-tail:]}"

@@ -140,7 +140,7 @@ async def _exchange(site: Site, exchange: Exchange) -> None:
     try:
         route, rest = find_route(exchange)
         if not route.open:
-            caller = site.keys.identify(exchange.header("authorization"))
+            caller = site.keys.identify(exchange.headers("authorization"))
         if (route.method, route.path) not in BODIES:
             await _no_body(exchange)
         await route.handler(Call(site, exchange, caller, rest))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -72,16 +72,20 @@ class KeyRing:
         """callers: by SHA-256 of their key, in lower-case hexadecimal."""
         self._callers = dict(callers)
 
-    def identify(self, authorization: str | None) -> Caller:
-        """The caller behind an `Authorization` header; `unauthenticated` when there must be one and is none."""
+    def identify(self, authorization: Sequence[bytes]) -> Caller:
+        """The caller behind the `Authorization` headers of a request, as they were sent.
+
+        `unauthenticated` when there must be one and is none, or more than one: which of two counts is nobody's to guess.
+        """
         if not self._callers:
             return Caller()
-        scheme, _, key = (authorization or "").partition(" ")
-        # Digests are compared, not keys: how long a look-up takes says nothing about a key.
-        caller = self._callers.get(hashlib.sha256(key.strip().encode()).hexdigest())
-        if scheme.lower() != "bearer" or caller is None:
+        scheme, _, key = (authorization[0] if len(authorization) == 1 else b"").partition(b" ")
+        # Digests are compared, not keys: how long a look-up takes says nothing about a key. They are of the key's bytes,
+        # as `sha256sum` saw them in the operator's terminal.
+        caller = self._callers.get(hashlib.sha256(key.strip(b" \t")).hexdigest())
+        if scheme.lower() != b"bearer" or caller is None:
             raise CallerError(
-                ErrorCode.UNAUTHENTICATED, "send a known API key as 'Authorization: Bearer KEY'"
+                ErrorCode.UNAUTHENTICATED, "send a known API key as 'Authorization: Bearer KEY', once"
             )
         return caller
 

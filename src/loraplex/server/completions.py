@@ -54,6 +54,7 @@ class Completions:
         for prompt in ids:
             check_prompt(service, prompt, "prompt")
             check_context(service, len(prompt), params.max_tokens, "max_tokens")
+        _check_scores(sum(map(len, ids)), params)
         return Prepared(given, ids, params)
 
     def rendering(
@@ -61,6 +62,20 @@ class Completions:
     ) -> CompletionRendering:
         """The chunks and body of completions."""
         return CompletionRendering(about, request, prepared, generation)
+
+
+def _check_scores(prompt_tokens: int, params: SamplingParams) -> None:
+    """Raise `invalid_request` where the prompts' log probabilities would be more than one answer holds."""
+    if params.prompt_logprobs is None:
+        return
+    scores = prompt_tokens * params.n * (params.prompt_logprobs + 1)
+    if scores > limits.MAX_PROMPT_LOGPROBS:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"{prompt_tokens} prompt tokens with {params.prompt_logprobs} alternatives in {params.n} samples make {scores} "
+            f"log probabilities, the limit is {limits.MAX_PROMPT_LOGPROBS}; send fewer prompts at a time or lower logprobs",
+            param="logprobs",
+        )
 
 
 async def _encoded(service: Service, text: str) -> list[int]:

@@ -36,7 +36,7 @@ class Exchange:
         self.method: str = scope["method"]
         raw = scope.get("raw_path") or scope["path"].encode()
         self.raw_path: str = raw.partition(b"?")[0].decode("ascii", "replace")
-        self._headers = {name.lower(): value for name, value in scope["headers"]}
+        self._headers = [(name.lower(), value) for name, value in scope["headers"]]
         self._receive = receive
         self._send = send
         given = self.header("x-request-id")
@@ -58,9 +58,14 @@ class Exchange:
         return self.status != 0
 
     def header(self, name: str) -> str | None:
-        """A request header, or None."""
-        value = self._headers.get(name.encode())
-        return None if value is None else value.decode("latin-1")
+        """A request header, the last one of its name, or None."""
+        values = self.headers(name)
+        return values[-1].decode("latin-1") if values else None
+
+    def headers(self, name: str) -> list[bytes]:
+        """Every request header of a name, as they were sent."""
+        wanted = name.encode()
+        return [value for known, value in self._headers if known == wanted]
 
     async def body(self) -> bytes:
         """The JSON body's bytes.
@@ -88,7 +93,7 @@ class Exchange:
 
     async def _arrived(self) -> bytes:
         announced = self.header("content-length") or "0"
-        if announced.isdigit() and int(announced) > limits.MAX_BODY_BYTES:
+        if announced.isdecimal() and int(announced) > limits.MAX_BODY_BYTES:
             raise _too_large(int(announced))
         try:
             async with asyncio.timeout(0 if self._hurried else limits.BODY_TIMEOUT_S) as self._patience:

@@ -110,5 +110,5 @@ class Listener:
         """Accept no more connections and wait until the open ones have their answers."""
         if self._task is not None:
             self._server.stop()
-            await self._task
+            await asyncio.shield(self._task)  # it must see its own end: cancelled, it would fail at that
             self._task = None

@@ -245,12 +245,16 @@ class Provenance:
             _log.error("%d request records are lost: %s", len(self._queue), error)
 
     async def _write_always(self) -> None:
+        silent = False
         while True:
             await self._wake.wait()
             self._wake.clear()
             await asyncio.sleep(WRITE_EVERY_S)  # what else ends meanwhile goes into the same transaction
             try:
                 await self.flush()
+                silent = False
             except LoraplexError as error:
-                _log.warning("request records wait: %s", error)
+                if not silent:
+                    _log.warning("request records wait: %s", error)
+                silent = True
                 self._wake.set()

@@ -145,7 +145,7 @@ async def serve(
                 chat = service.codec is not None and service.codec.has_chat_template
                 announcer.ready(listener.url, base_name, aliases, chat)
                 await signals.stop.wait()
-            await _drain(service, listener, announcer)
+            await _drain(service, listener, announcer, preparation.close)
     return 0
 
 
@@ -156,7 +156,9 @@ async def _restore(adapters: AdapterService) -> None:
             raise error
 
 
-async def _drain(service: Service, listener: Listener, announcer: Announcer) -> None:
+async def _drain(
+    service: Service, listener: Listener, announcer: Announcer, end_preparations: Callable[[], None]
+) -> None:
     """Refuse new requests, let open ones finish within the bound, end the rest, and let their answers leave."""
     service.drain()
     client, bound_s = service.client, service.config.drain_s
@@ -174,7 +176,12 @@ async def _drain(service: Service, listener: Listener, announcer: Announcer) -> 
         async with asyncio.timeout(FLUSH_S):
             await service.quiet()
     except TimeoutError:
-        _log.warning("some answers were not taken within %g s", FLUSH_S)
+        end_preparations()  # a change that waits for a source's answer hears that it is not made
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await service.quiet()
+        except TimeoutError:
+            _log.warning("some answers were not taken within %g s", FLUSH_S)
     with contextlib.suppress(TimeoutError):  # a client that never finished its headers
         async with asyncio.timeout(CLOSE_S):
             await listener.stop()

@@ -16,6 +16,8 @@ _SAME_NAME = (
     "top_k", "repetition_penalty",
 )  # fmt: skip
 
+_MAX_TOKEN_DIGITS = 20
+
 
 def sampling_params(
     request: GenerationFields, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
@@ -30,7 +32,7 @@ def sampling_params(
 
 
 def _token(key: str) -> int:
-    if not key.isascii() or not key.isdigit():
+    if not key.isascii() or not key.isdigit() or len(key) > _MAX_TOKEN_DIGITS:
         raise CallerError(
             ErrorCode.INVALID_SAMPLING,
             f"logit_bias has the key {key[:40]!r}, expected a token id",
