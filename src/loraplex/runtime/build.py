@@ -21,8 +21,14 @@ from loraplex.engine.step import Engine
 from loraplex.runtime.base import BaseModel, describe_base
 from loraplex.runtime.grammars import load_grammars
 from loraplex.runtime.images import ImageStore
-from loraplex.runtime.loader import InlineLoader, LoaderProcess, host_folder
-from loraplex.runtime.region import Region
+from loraplex.runtime.loader import (
+    SHARED_MEMORY,
+    InlineLoader,
+    LoaderProcess,
+    host_folder,
+    in_shared_memory,
+)
+from loraplex.runtime.region import ALIGN_BYTES, Region
 from loraplex.runtime.text import configured_ends, load_tokenizer
 from loraplex.runtime.worker import PlanLog, ProcessBackend
 
@@ -115,20 +121,31 @@ def make_loader(
 def _make_region(config: EngineConfig, folder: Path, limit: int) -> list[str]:
     """The region of a CUDA engine's host folder, for whoever locks it; what to say of it.
 
-    By default as much as the limit allows, 4 GiB at most.
+    By default as much as the limit allows, 4 GiB at most, and none where images lie in files. Raises `config_invalid` for a
+    region that was asked for and cannot be.
     """
-    if config.device == "cpu" or config.host_locked_gb == 0:
+    asked = config.host_locked_gb
+    if config.device == "cpu" or asked == 0:
         return []
-    default = min(limit, DEFAULT_LOCKED_BYTES)
-    nbytes = default if config.host_locked_gb is None else int(config.host_locked_gb * GIB)
-    if nbytes > limit:
-        raise CallerError(
-            ErrorCode.CONFIG_INVALID,
-            f"host_locked_gb is {config.host_locked_gb}, host images have {limit / GIB:.3g} GiB together",
-            param="host_locked_gb",
+    if not in_shared_memory(folder):
+        if asked is None:
+            return ["none of them page-locked: a device reads none in place"]
+        raise _no_region(config, f"host images lie in files beside it: {SHARED_MEMORY} has no room for them")
+    nbytes = min(limit, DEFAULT_LOCKED_BYTES) if asked is None else int(asked * GIB)
+    if nbytes > limit or nbytes < ALIGN_BYTES:
+        raise _no_region(
+            config, f"it must be from {ALIGN_BYTES} bytes to what host images have, {limit / GIB:.3g} GiB"
         )
     Region.create(folder, nbytes)
     return [f"of them {nbytes >> 20} MiB page-locked"]
+
+
+def _no_region(config: EngineConfig, why: str) -> CallerError:
+    return CallerError(
+        ErrorCode.CONFIG_INVALID,
+        f"host_locked_gb {config.host_locked_gb or DEFAULT_LOCKED_BYTES / GIB:g} cannot be: {why}",
+        param="host_locked_gb",
+    )
 
 
 def describe_model(config: EngineConfig, abi: str | None = None) -> BaseModel:

@@ -235,6 +235,11 @@ def host_folder(beside: Path, wanted_bytes: int | None) -> Iterator[tuple[Path, 
         yield folder, limit, f"host images: at most {limit >> 20} MiB, {where}"
 
 
+def in_shared_memory(folder: Path) -> bool:
+    """Whether a host folder lies in memory, and not in files of a disk."""
+    return SHARED_MEMORY in folder.parents
+
+
 def _free_bytes(folder: Path) -> int:
     try:
         info = os.statvfs(folder)
