@@ -81,12 +81,12 @@ def starving(seed: int) -> Setup:
 
 def test_a_cold_request_is_not_starved_by_ready_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its turn bounded it runs; without the bound the checker sees it overtaken."""
+    seeds = (5, 6, 9, 10)
     monkeypatch.setattr(admission, "MAX_SKIPS", 8)
-    assert simulate(3, 500, setup=starving(3)).violation is None
+    assert [simulate(seed, 500, setup=starving(seed)).violation for seed in seeds] == [None] * len(seeds)
     monkeypatch.setattr(admission, "MAX_SKIPS", 1 << 30)
-    violation = simulate(3, 500, setup=starving(3)).violation
-    assert violation is not None
-    assert violation.checker == "starvation"
+    seen = [simulate(seed, 500, setup=starving(seed)).violation for seed in seeds]
+    assert "starvation" in {violation.checker for violation in seen if violation is not None}
 
 
 def test_the_codes_own_checks_would_have_spoken() -> None:
