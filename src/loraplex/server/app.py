@@ -17,7 +17,7 @@ from loraplex.core.errors import CallerError, ErrorCode, InternalFault, Loraplex
 from loraplex.runtime.logs import fields
 from loraplex.server import admin
 from loraplex.server.answers import DONE, error_body, event
-from loraplex.server.auth import Caller, read_keys
+from loraplex.server.auth import Caller, KeyFile
 from loraplex.server.chat import chat_completions
 from loraplex.server.completions import completions
 from loraplex.server.generate import Generation
@@ -120,7 +120,7 @@ async def _options(call: Call) -> None:
 
 def create_app(service: Service) -> AsgiApp:
     """The application over a server's parts. Reads the key file; raises `config_invalid` when it cannot be used."""
-    site = Site(service, read_keys(service.config.api_key_file))
+    site = Site(service, KeyFile(service.config.api_key_file))
     service.supervisor.observe = site.metrics.engine.observe
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:

@@ -11,9 +11,12 @@ Specification: DESIGN 4 "Tenants".
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
 import re
+import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -25,6 +28,8 @@ from loraplex.catalog.records import DEFAULT_NAMESPACE
 from loraplex.core.errors import CallerError, ErrorCode
 
 DEFAULT_TENANT: Final = DEFAULT_NAMESPACE
+LOOK_S: Final = 1.0
+_log: Final = logging.getLogger(__name__)
 _TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -88,6 +93,48 @@ class KeyRing:
                 ErrorCode.UNAUTHENTICATED, "send a known API key as 'Authorization: Bearer KEY', once"
             )
         return caller
+
+
+class KeyFile:
+    """The ring of a key file, as the file is now: who edits it gives and takes keys while the server runs.
+
+    Looked at once a second at most, when somebody calls. A file that cannot be read, or holds no key, changes nothing until
+    it is whole again, and the log says so once. What runs already goes on. Raises what `read_keys` raises at the start.
+    """
+
+    def __init__(self, path: str | None, now: Callable[[], float] = time.monotonic) -> None:
+        """now: seconds."""
+        self._path, self._now = path, now
+        self._seen = self._look()
+        self._ring = read_keys(path)
+        self._looked_at = now()
+
+    def identify(self, authorization: Sequence[bytes]) -> Caller:
+        """See `KeyRing.identify`."""
+        if self._path is not None and self._now() - self._looked_at >= LOOK_S:
+            self._looked_at = self._now()
+            self._follow(self._path)
+        return self._ring.identify(authorization)
+
+    def _follow(self, path: str) -> None:
+        seen = self._look()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._ring = read_keys(path)
+        except CallerError as error:
+            _log.warning("the keys stay as they were: %s", error.message)
+        else:
+            _log.info("the keys were read again from %s", path)
+
+    def _look(self) -> tuple[int, int, int] | None:
+        """What changes with the file's content; None where there is no file."""
+        try:
+            found = os.stat(self._path) if self._path is not None else None
+        except OSError:
+            return None
+        return None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def read_keys(path: str | None) -> KeyRing:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.runtime.text import SHORT_TEXT_CHARS, TextCodec
 from loraplex.server.answers import DONE, error_body, event
-from loraplex.server.auth import Caller, KeyRing
+from loraplex.server.auth import Caller, KeyFile
 from loraplex.server.generate import Generation, Piece
 from loraplex.server.http import Exchange
 from loraplex.server.metrics import Metrics, outcome_of
@@ -26,7 +26,7 @@ class Site:
     """Everything that serves requests. serial: tells engine requests apart when callers repeat their ids."""
 
     service: Service
-    keys: KeyRing
+    keys: KeyFile
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     serial: Iterator[int] = field(default_factory=itertools.count)

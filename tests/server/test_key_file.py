@@ -1,0 +1,90 @@
+"""Keys follow their file while the server runs; a file that is not whole changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.server.auth import KeyFile
+
+
+def line(key: str, tenant: str = "t", role: str = "user") -> str:
+    return f'{{"sha256": "{hashlib.sha256(key.encode()).hexdigest()}", "tenant": "{tenant}", "role": "{role}"}}\n'
+
+
+def known(keys: KeyFile, key: str) -> bool:
+    try:
+        keys.identify([b"Bearer " + key.encode()])
+    except CallerError as error:
+        assert error.code is ErrorCode.UNAUTHENTICATED
+        return False
+    return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.s = 0.0
+
+    def __call__(self) -> float:
+        return self.s
+
+
+def test_keys_come_and_go_with_their_lines(tmp_path: Path) -> None:
+    path, clock = tmp_path / "keys", Clock()
+    path.write_text(line("a") + line("b"))
+    keys = KeyFile(str(path), clock)
+    path.write_text(line("b", role="admin") + line("c"))
+    assert (known(keys, "a"), known(keys, "c")) == (True, False)  # looked at once a second at most
+    clock.s += 1
+    assert (known(keys, "a"), known(keys, "c")) == (False, True)
+    assert keys.identify([b"Bearer b"]).role == "admin"
+
+
+def test_a_rename_over_the_file_is_seen(tmp_path: Path) -> None:
+    path, clock = tmp_path / "keys", Clock()
+    path.write_text(line("a"))
+    keys = KeyFile(str(path), clock)
+    old = path.stat()
+    (tmp_path / "new").write_text(line("b"))
+    os.utime(tmp_path / "new", ns=(old.st_atime_ns, old.st_mtime_ns))  # same size, same time, another file
+    os.replace(tmp_path / "new", path)
+    clock.s += 1
+    assert (known(keys, "a"), known(keys, "b")) == (False, True)
+
+
+@pytest.mark.parametrize("text", ["", "{", "keys = []", None])
+def test_a_file_that_is_not_whole_changes_nothing_and_is_logged_once(
+    tmp_path: Path, text: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, clock = tmp_path / "keys", Clock()
+    path.write_text(line("a"))
+    keys = KeyFile(str(path), clock)
+    if text is None:
+        path.unlink()
+    else:
+        path.write_text(text)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            clock.s += 1
+            assert known(keys, "a")
+    assert [record.getMessage().startswith("the keys stay as they were") for record in caplog.records] == [
+        True
+    ]
+    path.write_text(line("b"))
+    clock.s += 1
+    assert (known(keys, "a"), known(keys, "b")) == (False, True)
+
+
+def test_without_a_file_nobody_is_asked() -> None:
+    assert KeyFile(None).identify([]).operator
+
+
+def test_a_file_that_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CallerError) as caught:
+        KeyFile(str(tmp_path / "missing"))
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
