@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -99,6 +100,22 @@ def test_a_damaged_image_is_replaced_in_its_room(folder: Path) -> None:
     store.adopt(image)
     assert same(store.verify(image.kernel_digest), image)
     assert store.room_bytes == REGION_BYTES - image.pages.nbytes
+
+
+def test_a_damaged_image_that_is_not_replaced_names_no_part_of_the_region(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, damaged, other = HostStore(folder), make_image(1, 3, 8192), make_image(2, 3, 8192)
+    store.adopt(damaged)
+    region = store.region()
+    assert region is not None
+    region.memory[8192] ^= 1
+    with monkeypatch.context() as full:
+        full.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(errno.ENOSPC, "it is full")))
+        assert "it is full" in refused(store.adopt, damaged)
+    store.adopt(other)
+    assert store.digests() == (other.kernel_digest,)
+    assert same(HostStore(folder).verify(other.kernel_digest), other)  # the next loader's books
 
 
 def test_the_next_loader_knows_what_lies_where(folder: Path) -> None:

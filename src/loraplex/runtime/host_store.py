@@ -40,7 +40,7 @@ class HostStore(ImageStore):
         nbytes = image.pages.nbytes
         if region is None or room is None or not nbytes or self._is_whole(image.kernel_digest):
             return super().adopt(image, threads)
-        self._give_back(image.kernel_digest)  # of a damaged one
+        self.delete(image.kernel_digest)  # a damaged one: no file may name a part that others are given
         offset = room.take(nbytes)
         if offset is None:
             return super().adopt(image, threads)
