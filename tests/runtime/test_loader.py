@@ -166,3 +166,15 @@ def test_host_images_lie_where_their_bound_has_room(tmp_path: Path, monkeypatch:
     with host_folder(tmp_path / "disk", 1 << 60) as (folder, _, sentence):
         assert folder.is_relative_to(tmp_path / "disk")
         assert "in files" in sentence
+
+
+def test_what_a_killed_server_left_takes_no_room_from_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its images are gone before the room is measured."""
+    left = tmp_path / f"loraplex-{os.getuid()}" / "0123456789abcdef"
+    left.mkdir(parents=True)
+    monkeypatch.setattr(loader_module, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(loader_module, "_free_bytes", lambda folder: 0 if left.exists() else 1 << 20)
+    with host_folder(tmp_path / "disk", 1 << 20) as (_, _, sentence):
+        assert "in shared memory" in sentence

@@ -26,7 +26,7 @@ from loraplex.core.errors import ErrorCode, LoraplexError
 from loraplex.core.ports import Fetched
 from loraplex.runtime.child import child_command, child_environment, describe_exit, frame
 from loraplex.runtime.images import ImageStore
-from loraplex.runtime.workdir import private_folder
+from loraplex.runtime.workdir import private_folder, remove_abandoned
 
 _log: Final = logging.getLogger(__name__)
 MODULE: Final = "loraplex.runtime.loader_process"
@@ -221,8 +221,10 @@ def host_folder(beside: Path, wanted_bytes: int | None) -> Iterator[tuple[Path, 
     In shared memory where there is room for the bound, else beside the disk store: mapped files of the page cache then.
     """
     limit = wanted_bytes if wanted_bytes is not None else int(_memory_bytes() * HOST_SHARE)
-    room = _free_bytes(SHARED_MEMORY)
     parent = SHARED_MEMORY / f"loraplex-{os.getuid()}"
+    with suppress(OSError):  # what a killed server left takes no room from this one
+        remove_abandoned(parent)
+    room = _free_bytes(SHARED_MEMORY)
     where = "in shared memory"
     if wanted_bytes is None:
         limit = min(limit, int(room * 0.9)) if room >= limit // 4 else limit
