@@ -237,6 +237,11 @@ def host_folder(beside: Path, wanted_bytes: int | None) -> Iterator[tuple[Path, 
         yield folder, limit, f"host images: at most {limit >> 20} MiB, {where}"
 
 
+def in_shared_memory(folder: Path) -> bool:
+    """Whether a folder of `host_folder` lies in shared memory, and not in files."""
+    return folder.is_relative_to(SHARED_MEMORY)
+
+
 def _free_bytes(folder: Path) -> int:
     try:
         info = os.statvfs(folder)
