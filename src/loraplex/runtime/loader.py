@@ -112,6 +112,9 @@ class LoaderProcess:
         self._waiting: deque[str] = deque()
         self._asked: list[str] = []
         self._ended: list[Fetched] = []
+        self._host = ImageStore(host)
+        self._kept: set[str] = set()
+        """What arrived and was not dropped."""
         self._buffer = bytearray()
 
     @property
@@ -125,8 +128,11 @@ class LoaderProcess:
         self._send_waiting()
 
     def drop(self, kernel_digest: str) -> None:
-        """Tell the child; where there is none the file goes with the folder."""
-        if self._child is not None:
+        """Tell the child; where there is none the file goes at once, and the next child's books do not have it."""
+        self._kept.discard(kernel_digest)
+        if self._child is None:
+            self._host.delete(kernel_digest)
+        else:
             self._send(LoaderAsk(kernel_digest, drop=True))
 
     def poll(self, wait: bool) -> Sequence[Fetched]:
@@ -158,6 +164,8 @@ class LoaderProcess:
             del self._buffer[: _LENGTH.size + size]
             if answer.kernel_digest in self._asked:
                 self._asked.remove(answer.kernel_digest)
+                if answer.code is None:
+                    self._kept.add(answer.kernel_digest)
                 self._ended.append(Fetched(answer.kernel_digest, answer.code, answer.message))
 
     def _send_waiting(self) -> None:
@@ -192,9 +200,15 @@ class LoaderProcess:
             self._died()
 
     def _died(self) -> None:
-        """Everything that the child was asked for has failed; the next fetch starts another."""
+        """Everything that the child was asked for has failed; the next fetch starts another.
+
+        What it brought unsaid, or was told to drop and did not, takes no memory that nobody counts.
+        """
         how = describe_exit(self._end())
         _log.warning("the loader process is gone: %s", how)
+        for digest in self._host.digests():
+            if digest not in self._kept:
+                self._host.delete(digest)
         asked, self._asked = self._asked, []
         text = f"the loader process died ({how}) while it brought the image"
         self._ended += [Fetched(digest, ErrorCode.ADAPTER_LOAD_FAILED.value, text) for digest in asked]
