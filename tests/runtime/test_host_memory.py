@@ -9,12 +9,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from tests.runtime.test_images import make_image
 
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.runtime import build
 from loraplex.runtime import loader as loader_module
 from loraplex.runtime.build import GIB, make_loader, make_runner
+from loraplex.runtime.host_store import HostStore
+from loraplex.runtime.images import ImageStore
 from loraplex.runtime.region import Region
 
 MIB = 1 / 1024
@@ -86,3 +90,53 @@ def test_a_runner_whose_images_cannot_be_locked_lets_go_of_the_device(
     with pytest.raises(CallerError, match="no memory"):
         make_runner(EngineConfig(model="m", images_dir=str(tmp_path), device="cuda"), base)
     assert closed == [True]
+
+
+class Device:
+    """A CUDA runtime that locks what it is told to, unless `refuses`; code 0 is success."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses, self.locked = refuses, list[tuple[int, int]]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if not self.refuses:
+            self.locked.append((address, size))
+        return 2 if self.refuses else 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.locked = [part for part in self.locked if part[0] != address]
+        return 0
+
+
+def check_error(code: int) -> None:
+    if code:
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_region_is_locked_from_start_to_end(
+    tmp_path: Path, refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from loraplex.runtime.cuda import lock_images
+
+    device, store = Device(refuses), ImageStore(tmp_path)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: device)
+    monkeypatch.setattr(torch.cuda, "check_error", check_error)
+    lock_images(store)()  # there is no region
+    assert device.locked == []
+    Region.create(tmp_path, 1 << 20)
+    HostStore(tmp_path).adopt(make_image(1))
+    if refuses:
+        with pytest.raises(CallerError, match="out of memory") as caught:
+            lock_images(store)
+        assert (caught.value.code, caught.value.param) == (ErrorCode.CONFIG_INVALID, "host_locked_gb")
+        assert not store.open(make_image(1).kernel_digest).locked
+        return
+    unlock = lock_images(store)
+    region = store.region()
+    assert region is not None
+    assert device.locked == [(region.memory.ctypes.data, 1 << 20)]
+    assert store.open(make_image(1).kernel_digest).locked
+    unlock()
+    assert device.locked == []
+    assert not store.open(make_image(1).kernel_digest).locked
