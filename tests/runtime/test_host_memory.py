@@ -117,6 +117,7 @@ def check_error(code: int) -> None:
 def test_a_region_is_locked_from_start_to_end(
     tmp_path: Path, refuses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("triton")
     from loraplex.runtime.cuda import lock_images
 
     device, store = Device(refuses), ImageStore(tmp_path)
