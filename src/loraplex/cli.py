@@ -93,7 +93,10 @@ def serve(
         float | None, Parameter(help="Adapter images in host memory, in GiB; a quarter of it by default.")
     ] = None,
     host_locked_gb: Annotated[
-        float | None, Parameter(help="Of them, page-locked for a CUDA device, in GiB; 4 at most by default.")
+        float | None,
+        Parameter(
+            help="Of them, page-locked for a CUDA device, in GiB; half of them and 4 at most by default."
+        ),
     ] = None,
     max_model_len: Annotated[
         int | None, Parameter(help="Positions of one request at most; the model's, on cpu at most 8192.")

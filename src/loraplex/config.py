@@ -58,7 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise CallerError(
                 ErrorCode.CONFIG_INVALID, f"host_gb must be above 0, got {self.host_gb}", param="host_gb"
             )
-        _locked_size(self.host_locked_gb, self.device)
+        _locked_size(self)
         if not 0 <= self.adapter_share <= 1:
             raise CallerError(
                 ErrorCode.CONFIG_INVALID,
@@ -97,12 +97,18 @@ DEFAULT_DRAIN_S = 30.0
 DEFAULT_STORE_GB = 32.0
 
 
-def _locked_size(host_locked_gb: float | None, device: str) -> None:
-    if host_locked_gb is None:
+def _locked_size(config: EngineConfig) -> None:
+    wanted = config.host_locked_gb
+    if wanted is None:
         return
-    if not 0 <= host_locked_gb < 1 << 20:
-        raise _invalid("host_locked_gb", f"host_locked_gb must be at least 0, got {host_locked_gb}")
-    if host_locked_gb and device == "cpu":
+    if not 0 <= wanted < 1 << 20:
+        raise _invalid("host_locked_gb", f"host_locked_gb must be at least 0, got {wanted}")
+    if wanted and config.loader != "process":
+        raise _invalid(
+            "host_locked_gb",
+            f"host_locked_gb locks memory that a loader process fills; with the {config.loader} loader it must be 0",
+        )
+    if wanted and config.device == "cpu":
         raise _invalid("host_locked_gb", "host_locked_gb locks memory for a CUDA device; on cpu it must be 0")
 
 

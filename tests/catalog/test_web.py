@@ -160,3 +160,32 @@ def test_a_server_that_goes_on_for_ever_is_cut_off(
     over.set()
     assert caught.value.code is ErrorCode.ADAPTER_SOURCE_UNAVAILABLE
     assert len(server.asked) == 1  # it had its time
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_server_that_is_reached_too_late_is_not_spoken_to(
+    server: WebServer, read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names and addresses that take their time to resolve and connect come out of the request's own."""
+    file, tried = looked(server) if read else None, 0
+    cut, reach = threading.Event(), web.HTTPConnection.connect
+    take = web.WebFolder._cut
+
+    def slow(connection: web.HTTPConnection) -> None:
+        nonlocal tried
+        tried += 1
+        reach(connection)
+        assert cut.wait(60)
+
+    def tell(own: web.WebFolder) -> None:
+        take(own)
+        cut.set()
+
+    monkeypatch.setattr(web, "REQUEST_S", 0.01)
+    monkeypatch.setattr(web.HTTPConnection, "connect", slow)
+    monkeypatch.setattr(web.WebFolder, "_cut", tell)
+    server.asked.clear()
+    with pytest.raises(LoraplexError) as caught:
+        ask(server, file)
+    assert caught.value.code is ErrorCode.ADAPTER_SOURCE_UNAVAILABLE
+    assert (tried, server.asked) == (1, [])

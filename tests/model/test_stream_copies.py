@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.model.tiny import decoder
 
 from loraplex.core.layout import AdapterImage
 from loraplex.model.decoder import Decoder
-from loraplex.model.stream_copies import runs
+from loraplex.model.stream_copies import StreamCopies, runs
 
 
 @pytest.fixture
@@ -87,3 +88,32 @@ def test_images_in_locked_memory_are_read_where_they_lie(
 
     monkeypatch.setattr(AdapterImage, "read_pages", refuse)
     check_engine(Rig(root, model, depth=1, pages=40, images=Locked()), True)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_slice_without_an_event_fails_its_copy_and_no_thread(
+    root: Path, model: Decoder, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device takes the first slice of all, and no event behind it: that copy is made again, by threads that live."""
+    mark, refused = StreamCopies._mark, []
+
+    def refuse(self: StreamCopies) -> object:
+        if not refused:
+            refused.append(threading.current_thread().name)
+            raise RuntimeError("the device gives no event")
+        return mark(self)
+
+    monkeypatch.setattr(StreamCopies, "_mark", refuse)
+    rig = Rig(root, model, depth=depth, pages=200, images=TornOnce())
+    check_damaged_copies(rig)
+    assert refused
+    assert all(thread.is_alive() for thread in rig.runner._residents._copies._threads)
+
+
+def test_a_closed_pool_is_left_alone(root: Path, model: Decoder) -> None:
+    """Closing waits for the device: what comes next frees the pool, and takes images out of locked memory."""
+    rig, waited = Rig(root, model, depth=1, pages=200), []
+    copies = StreamCopies(rig.runner.table)
+    copies._stream.synchronize = lambda: waited.append([t.is_alive() for t in copies._threads])
+    copies.close()
+    assert waited == [[False] * len(copies._threads)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from tests.runtime.test_images import make_image, refused, same
 
 from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.runtime import adoption
 from loraplex.runtime.adoption import PageThreads, populate
 from loraplex.runtime.host_store import HostStore
 from loraplex.runtime.images import ImageStore
@@ -75,7 +77,7 @@ def test_a_locked_region_says_so_of_its_images(folder: Path) -> None:
     reader = ImageStore(folder)
     region = reader.region()
     assert region is not None
-    populate(region.memory, 3)
+    assert populate(region.memory, 3)
     assert same(reader.verify(make_image(1).kernel_digest), make_image(1))
     region.locked = True
     assert reader.open(make_image(1).kernel_digest).locked
@@ -99,6 +101,22 @@ def test_a_damaged_image_is_replaced_in_its_room(folder: Path) -> None:
     store.adopt(image)
     assert same(store.verify(image.kernel_digest), image)
     assert store.room_bytes == REGION_BYTES - image.pages.nbytes
+
+
+def test_a_damaged_image_that_is_not_replaced_names_no_part_of_the_region(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, damaged, other = HostStore(folder), make_image(1, 3, 8192), make_image(2, 3, 8192)
+    store.adopt(damaged)
+    region = store.region()
+    assert region is not None
+    region.memory[8192] ^= 1
+    with monkeypatch.context() as full:
+        full.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError(errno.ENOSPC, "it is full")))
+        assert "it is full" in refused(store.adopt, damaged)
+    store.adopt(other)
+    assert store.digests() == (other.kernel_digest,)
+    assert same(HostStore(folder).verify(other.kernel_digest), other)  # the next loader's books
 
 
 def test_the_next_loader_knows_what_lies_where(folder: Path) -> None:
@@ -174,3 +192,26 @@ def test_room_that_is_free_is_not_given_back() -> None:
     assert caught.value.code is ErrorCode.HOST_TIER_STATE
     with pytest.raises(InternalFault):
         Room(4 * ALIGN_BYTES, [(0, 2 * ALIGN_BYTES), (ALIGN_BYTES, 1)])
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(0, "found"), (errno.EINVAL, "not asked"), (errno.EFAULT, "full")]
+)
+def test_memory_is_found_ahead_where_the_kernel_can(
+    folder: Path, error: int, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every part is asked for; an older kernel finds it when it is locked, and only a lack of it is an error."""
+    region, asked = Region.find(folder), set[int]()
+    assert region is not None
+
+    def advise(memory: np.ndarray, start: int, nbytes: int, advice: int) -> int:
+        asked.update(range(start, start + nbytes, ALIGN_BYTES))
+        return error
+
+    monkeypatch.setattr(adoption, "_advise", advise)
+    if outcome == "full":
+        with pytest.raises(OSError, match="No space left"):
+            populate(region.memory, 3)
+    else:
+        assert populate(region.memory, 3) == (outcome == "found")
+        assert asked == set(range(0, REGION_BYTES, ALIGN_BYTES))

@@ -17,8 +17,10 @@ from loraplex.core.layout import EXTENT_COLUMNS, MODULE_COLUMNS, AdapterImage, p
 from loraplex.core.ports import Fetched
 from loraplex.engine.step import Engine
 from loraplex.runtime import loader as loader_module
+from loraplex.runtime.host_store import HostStore
 from loraplex.runtime.images import ImageStore
 from loraplex.runtime.loader import InlineLoader, LoaderAsk, LoaderProcess, LoaderStart, host_folder
+from loraplex.runtime.region import Region
 
 
 @pytest.fixture
@@ -100,6 +102,36 @@ def test_a_loader_that_dies_fails_what_it_was_asked_for_and_is_replaced(
     assert same(host.verify(image.kernel_digest), image)
 
 
+def test_what_a_dead_loader_was_told_to_drop_takes_no_memory(tmp_path: Path) -> None:
+    disk, folder = ImageStore(tmp_path / "disk"), tmp_path / "host"
+    folder.mkdir()
+    Region.create(folder, 1 << 20)
+    images = [make_image(seed, 3, 8192) for seed in range(4)]
+    for image in images:
+        disk.put(image)
+    kept, untold, told, later = (image.kernel_digest for image in images)
+    loader = LoaderProcess(tmp_path / "disk", folder, nice=0)
+    try:
+        for digest in (kept, untold, told):
+            loader.fetch(digest)
+        assert [f.code for f in ended(loader, 3)] == [None] * 3
+        pid = loader.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        loader.drop(told)
+        os.kill(pid, signal.SIGKILL)
+        until(loader, lambda: loader.pid is None)
+        loader.drop(untold)
+        loader.fetch(later)
+        assert [f.code for f in ended(loader, 1)] == [None]
+    finally:
+        loader.close()
+    store = HostStore(folder)
+    assert set(store.digests()) == {kept, later}
+    assert store.room_bytes == (1 << 20) - 2 * images[0].pages.nbytes
+    assert same(store.verify(kept), images[0])
+
+
 def test_a_loader_that_cannot_be_started_fails_the_fetch_and_nothing_else(
     stores: tuple[ImageStore, ImageStore], loader: LoaderProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,3 +198,15 @@ def test_host_images_lie_where_their_bound_has_room(tmp_path: Path, monkeypatch:
     with host_folder(tmp_path / "disk", 1 << 60) as (folder, _, sentence):
         assert folder.is_relative_to(tmp_path / "disk")
         assert "in files" in sentence
+
+
+def test_what_a_killed_server_left_takes_no_room_from_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its images are gone before the room is measured."""
+    left = tmp_path / f"loraplex-{os.getuid()}" / "0123456789abcdef"
+    left.mkdir(parents=True)
+    monkeypatch.setattr(loader_module, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(loader_module, "_free_bytes", lambda folder: 0 if left.exists() else 1 << 20)
+    with host_folder(tmp_path / "disk", 1 << 20) as (_, _, sentence):
+        assert "in shared memory" in sentence

@@ -6,14 +6,17 @@ import asyncio
 import logging
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 from tests.server.rig import BASE, Front, error_of, run
 
 from loraplex.core import limits
+from loraplex.core.errors import CapacityError, ErrorCode
 from loraplex.runtime.logs import FIELDS
 from loraplex.server import admin
+from loraplex.server.http import Exchange
 
 
 def test_methods_of_a_path(tmp_path: Path) -> None:
@@ -196,3 +199,28 @@ def test_prompts_are_logged_only_when_asked(
     found = [line["prompt"] for line in lines(caplog)]
     assert found[0] == '["a secret"]'
     assert found[1] == '[{"role":"user","con', "a long one is cut"
+
+
+@pytest.mark.parametrize("headers", [[], [(b"content-length", b"0")], [(b"Content-Length", b"00")]])
+def test_no_body_is_waited_for_where_none_was_announced(headers: list[tuple[bytes, bytes]]) -> None:
+    """A server that is ending waits for nobody's body, and still answers those who ask how it is."""
+
+    async def never() -> dict[str, Any]:
+        raise AssertionError("nothing comes")
+
+    async def late() -> dict[str, Any]:
+        return await asyncio.get_running_loop().create_future()
+
+    async def test() -> None:
+        exchange = Exchange({"method": "GET", "path": "/health", "headers": headers}, never, AsyncMock())
+        exchange.hurry()
+        assert await exchange.body_or_none() == b""
+        for announced in ((b"content-length", b"1"), (b"transfer-encoding", b"chunked")):
+            scope = {"method": "GET", "path": "/health", "headers": [announced]}
+            exchange = Exchange(scope, late, AsyncMock())
+            exchange.hurry()
+            with pytest.raises(CapacityError) as caught:
+                await exchange.body_or_none()
+            assert caught.value.code is ErrorCode.SHUTTING_DOWN
+
+    asyncio.run(test())

@@ -64,6 +64,7 @@ class WebFolder:
         self._url = quote(url.rstrip("/"), safe=_SAFE)
         self._now_s = now_s
         self._socket: socket.socket | None = None
+        self._over = False
         self._opener = urllib.request.build_opener(_Http(self._connected), _Https(self._connected), _Stay)
 
     def look(self, name: str) -> WebAnswer | None:
@@ -86,10 +87,13 @@ class WebFolder:
 
     def _connected(self, connection: socket.socket) -> None:
         self._socket = connection
+        if self._over:  # it took so long to connect that nobody cuts what comes now
+            raise TimeoutError("the request's time was over before it was connected")
 
     @contextmanager
     def _bounded(self) -> Iterator[None]:
         """Cut the connection when the request's time is over, also where bytes keep coming one by one."""
+        self._socket, self._over = None, False
         watch = threading.Timer(REQUEST_S, self._cut)
         watch.daemon = True
         watch.start()
@@ -99,6 +103,7 @@ class WebFolder:
             watch.cancel()
 
     def _cut(self) -> None:
+        self._over = True
         if self._socket is not None:
             with suppress(OSError):  # it has ended meanwhile
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -158,7 +163,7 @@ class WebFolder:
                 raise _Status(error.code, error.headers.get("location")) from None
         except (OSError, HTTPException, ValueError) as error:
             reason = _reason(getattr(error, "reason", error))
-            late = self._now_s() - begun >= REQUEST_S
+            late = self._over or self._now_s() - begun >= REQUEST_S
             raise WebError(reason, again=not late and not isinstance(error, ValueError)) from error
 
 

@@ -112,11 +112,12 @@ class StreamCopies:
                     copy.ready.synchronize()
 
     def close(self) -> None:
-        """End the threads after the copies that were asked for: they must not hold the pool any longer."""
+        """End the threads after the copies that were asked for; then the device neither writes the pool nor reads an image."""
         for _ in self._threads:
             self._asked.put(None)
         for thread in self._threads:
             thread.join()
+        self._stream.synchronize()
         self._open.clear()
 
     def _work(self, buffers: torch.Tensor) -> None:
@@ -131,11 +132,13 @@ class StreamCopies:
                     last = moved[turn]
                     if last is not None:
                         last.synchronize()
-                    self._move(moving, first, count, buffers[turn])
+                    try:
+                        self._move(moving, first, count, buffers[turn])
+                    finally:
+                        moved[turn] = self._mark()
                 except Exception:  # noqa: BLE001 - the thread's boundary: a copy without checksums is not intact
                     _log.exception("the copy into adapter slot %d failed", moving.copy.slot)
                     moving.failed = True
-                moved[turn] = self._mark()
                 self._given(moving)
 
     def _mark(self) -> torch.cuda.Event:

@@ -106,16 +106,15 @@ def fill_pages(
         raise failed(f"page {min(damaged)} of image {image.kernel_digest:.16} does not have its checksum")
 
 
-def populate(memory: npt.NDArray[np.uint8], threads: int) -> None:
-    """Find memory for a mapped file, several threads at a time; raises OSError where there is none left."""
+def populate(memory: npt.NDArray[np.uint8], threads: int) -> bool:
+    """Find memory for a mapped file, several threads at a time; raises OSError where there is none left.
+
+    False where the kernel cannot be asked, and none was found: whoever locks the memory finds it then, only later.
+    """
     share = -(-memory.size // threads // mmap.PAGESIZE) * mmap.PAGESIZE
     starts = range(0, memory.size, share) if memory.size else ()
     with ThreadPoolExecutor(threads) as pool:
-        for found in pool.map(
-            lambda start: _populate(memory, start, min(share, memory.size - start)), starts
-        ):
-            if not found:
-                raise OSError(errno.EINVAL, "this kernel finds no memory ahead of its use")
+        return all(pool.map(lambda start: _populate(memory, start, min(share, memory.size - start)), starts))
 
 
 def _populate(memory: npt.NDArray[np.uint8], start: int, nbytes: int) -> bool:

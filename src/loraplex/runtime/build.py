@@ -21,13 +21,7 @@ from loraplex.engine.step import Engine
 from loraplex.runtime.base import BaseModel, describe_base
 from loraplex.runtime.grammars import load_grammars
 from loraplex.runtime.images import ImageStore
-from loraplex.runtime.loader import (
-    SHARED_MEMORY,
-    InlineLoader,
-    LoaderProcess,
-    host_folder,
-    in_shared_memory,
-)
+from loraplex.runtime.loader import InlineLoader, LoaderProcess, host_folder, in_shared_memory
 from loraplex.runtime.region import ALIGN_BYTES, Region
 from loraplex.runtime.text import configured_ends, load_tokenizer
 from loraplex.runtime.worker import PlanLog, ProcessBackend
@@ -121,31 +115,36 @@ def make_loader(
 def _make_region(config: EngineConfig, folder: Path, limit: int) -> list[str]:
     """The region of a CUDA engine's host folder, for whoever locks it; what to say of it.
 
-    By default as much as the limit allows, 4 GiB at most, and none where images lie in files. Raises `config_invalid` for a
-    region that was asked for and cannot be.
+    By default half of what the limit allows, 4 GiB at most, because what is free in it between images is nobody else's, and none where images lie in files: what is locked there would be
+    written to a disk. Raises `config_invalid` for one that was asked for and cannot be.
     """
-    asked = config.host_locked_gb
-    if config.device == "cpu" or asked == 0:
+    if config.device == "cpu" or config.host_locked_gb == 0:
         return []
     if not in_shared_memory(folder):
-        if asked is None:
-            return ["none of them page-locked: a device reads none in place"]
-        raise _no_region(config, f"host images lie in files beside it: {SHARED_MEMORY} has no room for them")
-    nbytes = min(limit, DEFAULT_LOCKED_BYTES) if asked is None else int(asked * GIB)
-    if nbytes > limit or nbytes < ALIGN_BYTES:
-        raise _no_region(
-            config, f"it must be from {ALIGN_BYTES} bytes to what host images have, {limit / GIB:.3g} GiB"
+        if config.host_locked_gb is None:
+            return ["none of them page-locked"]
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"host_locked_gb is {config.host_locked_gb}, and only shared memory is locked, which has no room for "
+            f"{limit / GIB:.3g} GiB of host images; lower host_gb, or set host_locked_gb to 0",
+            param="host_locked_gb",
+        )
+    default = min(limit // 2, DEFAULT_LOCKED_BYTES)
+    nbytes = default if config.host_locked_gb is None else int(config.host_locked_gb * GIB)
+    if nbytes > limit:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"host_locked_gb is {config.host_locked_gb}, host images have {limit / GIB:.3g} GiB together",
+            param="host_locked_gb",
+        )
+    if nbytes < ALIGN_BYTES:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"{nbytes} bytes of host images are to be locked, at least {ALIGN_BYTES} can be; set host_locked_gb to 0",
+            param="host_locked_gb",
         )
     Region.create(folder, nbytes)
     return [f"of them {nbytes >> 20} MiB page-locked"]
-
-
-def _no_region(config: EngineConfig, why: str) -> CallerError:
-    return CallerError(
-        ErrorCode.CONFIG_INVALID,
-        f"host_locked_gb {config.host_locked_gb or DEFAULT_LOCKED_BYTES / GIB:g} cannot be: {why}",
-        param="host_locked_gb",
-    )
 
 
 def describe_model(config: EngineConfig, abi: str | None = None) -> BaseModel:
@@ -228,11 +227,17 @@ def make_runner(
         from loraplex.runtime.cuda import cuda_runner, lock_images
 
         runner, sizes = cuda_runner(config, base, partial(engine_limits, config, base), source, vocab)
-        unlock = lock_images(source)
+        try:
+            unlock = lock_images(source)
+        except BaseException:
+            runner.close()  # its threads hold the pool for as long as they live
+            raise
 
         def let_go() -> None:
-            runner.close()
-            unlock()
+            try:
+                runner.close()
+            finally:
+                unlock()
 
         return runner, sizes, let_go
 

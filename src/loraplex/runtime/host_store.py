@@ -40,7 +40,7 @@ class HostStore(ImageStore):
         nbytes = image.pages.nbytes
         if region is None or room is None or not nbytes or self._is_whole(image.kernel_digest):
             return super().adopt(image, threads)
-        self._give_back(image.kernel_digest)  # of a damaged one
+        self.delete(image.kernel_digest)  # a damaged one: no file may name a part that others are given
         offset = room.take(nbytes)
         if offset is None:
             return super().adopt(image, threads)
@@ -70,6 +70,6 @@ class HostStore(ImageStore):
         try:
             fd = os.open(self._path(kernel_digest), os.O_RDONLY | os.O_CLOEXEC)
             return ImageFile(fd, kernel_digest).place()
-        except (OSError, InternalFault):
+        except (FileNotFoundError, InternalFault):
             super().delete(kernel_digest)
             return None

@@ -1,7 +1,8 @@
 """The host store of adapter images: one file for each kernel digest, shared by all processes of a server.
 
 A file appears by rename after its bytes are on disk and never changes afterwards, so a reader maps it and a delete
-only unlinks it: maps that are open stay valid. A writer holds a lock on its temporary file, so what a killed writer
+only unlinks it: maps that are open stay valid. What lies in the folder's region (`region`) is the exception: its bytes are
+others' as soon as it is deleted, so whoever deletes it must know that nobody reads it. A writer holds a lock on its temporary file, so what a killed writer
 left behind is told from what a living one still writes. Implements `core.ports.ImageSource`.
 
 `image_file` has the layout of a file, `adoption` the way an image takes from one store into another.
@@ -102,9 +103,10 @@ class ImageStore:
         return path
 
     def open(self, kernel_digest: str) -> AdapterImage:
-        """The image, its arrays mapped read-only. Raises `adapter_load_failed` when it is not there or not whole.
+        """The image, its arrays mapped. Raises `adapter_load_failed` when it is not there or not whole.
 
-        `read_page` reads the same file, also after its deletion: its descriptor lives as long as the image.
+        `read_page` reads the same file, also after its deletion: its descriptor lives as long as the image. Pages that lie
+        in the region are not to be read after it.
         """
         try:
             file = ImageFile(os.open(self._path(kernel_digest), os.O_RDONLY | os.O_CLOEXEC), kernel_digest)
@@ -125,7 +127,7 @@ class ImageStore:
         return image
 
     def delete(self, kernel_digest: str) -> bool:
-        """Remove an image; open maps stay valid. Returns whether it was there."""
+        """Remove an image; open maps of files stay valid. Returns whether it was there."""
         try:
             self._path(kernel_digest).unlink()
         except FileNotFoundError:

@@ -26,7 +26,7 @@ from loraplex.core.errors import ErrorCode, LoraplexError
 from loraplex.core.ports import Fetched
 from loraplex.runtime.child import child_command, child_environment, describe_exit, frame
 from loraplex.runtime.images import ImageStore
-from loraplex.runtime.workdir import private_folder
+from loraplex.runtime.workdir import private_folder, remove_abandoned
 
 _log: Final = logging.getLogger(__name__)
 MODULE: Final = "loraplex.runtime.loader_process"
@@ -112,6 +112,9 @@ class LoaderProcess:
         self._waiting: deque[str] = deque()
         self._asked: list[str] = []
         self._ended: list[Fetched] = []
+        self._host = ImageStore(host)
+        self._kept: set[str] = set()
+        """What arrived and was not dropped."""
         self._buffer = bytearray()
 
     @property
@@ -125,8 +128,11 @@ class LoaderProcess:
         self._send_waiting()
 
     def drop(self, kernel_digest: str) -> None:
-        """Tell the child; where there is none the file goes with the folder."""
-        if self._child is not None:
+        """Tell the child; where there is none the file goes at once, and the next child's books do not have it."""
+        self._kept.discard(kernel_digest)
+        if self._child is None:
+            self._host.delete(kernel_digest)
+        else:
             self._send(LoaderAsk(kernel_digest, drop=True))
 
     def poll(self, wait: bool) -> Sequence[Fetched]:
@@ -158,6 +164,8 @@ class LoaderProcess:
             del self._buffer[: _LENGTH.size + size]
             if answer.kernel_digest in self._asked:
                 self._asked.remove(answer.kernel_digest)
+                if answer.code is None:
+                    self._kept.add(answer.kernel_digest)
                 self._ended.append(Fetched(answer.kernel_digest, answer.code, answer.message))
 
     def _send_waiting(self) -> None:
@@ -192,9 +200,15 @@ class LoaderProcess:
             self._died()
 
     def _died(self) -> None:
-        """Everything that the child was asked for has failed; the next fetch starts another."""
+        """Everything that the child was asked for has failed; the next fetch starts another.
+
+        What it brought unsaid, or was told to drop and did not, takes no memory that nobody counts.
+        """
         how = describe_exit(self._end())
         _log.warning("the loader process is gone: %s", how)
+        for digest in self._host.digests():
+            if digest not in self._kept:
+                self._host.delete(digest)
         asked, self._asked = self._asked, []
         text = f"the loader process died ({how}) while it brought the image"
         self._ended += [Fetched(digest, ErrorCode.ADAPTER_LOAD_FAILED.value, text) for digest in asked]
@@ -221,8 +235,10 @@ def host_folder(beside: Path, wanted_bytes: int | None) -> Iterator[tuple[Path, 
     In shared memory where there is room for the bound, else beside the disk store: mapped files of the page cache then.
     """
     limit = wanted_bytes if wanted_bytes is not None else int(_memory_bytes() * HOST_SHARE)
-    room = _free_bytes(SHARED_MEMORY)
     parent = SHARED_MEMORY / f"loraplex-{os.getuid()}"
+    with suppress(OSError):  # what a killed server left takes no room from this one
+        remove_abandoned(parent)
+    room = _free_bytes(SHARED_MEMORY)
     where = "in shared memory"
     if wanted_bytes is None:
         limit = min(limit, int(room * 0.9)) if room >= limit // 4 else limit
@@ -236,8 +252,8 @@ def host_folder(beside: Path, wanted_bytes: int | None) -> Iterator[tuple[Path, 
 
 
 def in_shared_memory(folder: Path) -> bool:
-    """Whether a host folder lies in memory, and not in files of a disk."""
-    return SHARED_MEMORY in folder.parents
+    """Whether a folder of `host_folder` lies in shared memory, and not in files."""
+    return folder.is_relative_to(SHARED_MEMORY)
 
 
 def _free_bytes(folder: Path) -> int:

@@ -32,9 +32,9 @@ def private_folder(parent: Path) -> Iterator[Path]:
     """
     try:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if parent.stat().st_uid != os.getuid():
+        if parent.stat().st_uid != os.getuid() or parent.lstat().st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
-        _remove_abandoned(parent)
+        remove_abandoned(parent)
         folder, lock = _take(parent)
     except OSError as error:
         raise CallerError(
@@ -62,7 +62,8 @@ def _take(parent: Path) -> tuple[Path, int]:
         os.close(lock)
 
 
-def _remove_abandoned(parent: Path) -> None:
+def remove_abandoned(parent: Path) -> None:
+    """Remove the folders under `parent` whose servers were killed; raises OSError where it cannot be read."""
     for folder in sorted(parent.iterdir()):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

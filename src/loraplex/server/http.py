@@ -76,7 +76,12 @@ class Exchange:
         return await self._arrived()
 
     async def body_or_none(self) -> bytes:
-        """The body's bytes where there need be none, raising as `body` does where there is one."""
+        """The body's bytes where there need be none, raising as `body` does where there is one.
+
+        Waits for none that was not announced: a server that is ending still says how it is.
+        """
+        if self.header("transfer-encoding") is None and not (self.header("content-length") or "").strip("0"):
+            return b""
         data = await self._arrived()
         if data:
             self._require_json()
