@@ -48,6 +48,10 @@ CatalogOption = Annotated[
         help="Where names and revisions are kept: sqlite:////PATH or postgresql://...; else until the end."
     ),
 ]
+LockedOption = Annotated[
+    float | None,
+    Parameter(help="Of them, page-locked for a CUDA device, in GiB; half of them and 4 at most by default."),
+]
 StoreOption = Annotated[float, Parameter(help="Most of the disk that downloaded adapters may take, in GiB.")]
 
 app = App(
@@ -92,12 +96,7 @@ def serve(
     host_gb: Annotated[
         float | None, Parameter(help="Adapter images in host memory, in GiB; a quarter of it by default.")
     ] = None,
-    host_locked_gb: Annotated[
-        float | None,
-        Parameter(
-            help="Of them, page-locked for a CUDA device, in GiB; half of them and 4 at most by default."
-        ),
-    ] = None,
+    host_locked_gb: LockedOption = None,
     max_model_len: Annotated[
         int | None, Parameter(help="Positions of one request at most; the model's, on cpu at most 8192.")
     ] = None,
