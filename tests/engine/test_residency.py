@@ -166,6 +166,30 @@ def test_a_step_with_rows_starts_one_copy_that_no_request_waits_for(depth: int) 
 
 
 @both_depths
+def test_cold_requests_in_every_step_keep_no_pin_waiting(depth: int) -> None:
+    keys = [f"k{index}" for index in range(6)]
+    rig = SlowRig(depth=depth, pages=160, copy_starts=4, copies_in_flight=8)
+    for key in keys:
+        rig.register(key)
+    rig.run()
+    make_cold(rig, *keys)
+    rig.submit("running", prompt(9, 5), max_tokens=40)
+    while not rig.mailbox.tokens.get("running"):
+        rig.step()
+    rig.device.held = True
+    rig.call(PinAdapter, keys[-1], pinned=True)
+    for index, key in enumerate(keys[:-1]):
+        rig.submit(f"r{index}", prompt(index, 5), key)
+        rig.step()
+    started = {job.entry.key for job in rig.engine.state.loads.values() if job.started}
+    assert {keys[-1], *keys[:3]} <= started
+    rig.device.held = False
+    rig.run()
+    for index in range(len(keys) - 1):
+        rig.assert_answered(f"r{index}")
+
+
+@both_depths
 @pytest.mark.parametrize("when", ["absent", "loading", "active"])
 @pytest.mark.parametrize("how", [RemoveAdapter, RevokeAdapter])
 def test_removal_and_revocation_in_any_state(depth: int, when: str, how: type[EngineCall]) -> None:

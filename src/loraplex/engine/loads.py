@@ -50,9 +50,9 @@ def pump(state: EngineState) -> None:
     room = state.limits.copies_in_flight - (len(state.loads) - len(waiting))
     if state.by_slot:
         room = min(room, state.limits.copy_starts)
-    started = 0
+    unawaited = 0
     for job in sorted(waiting, key=lambda job: job.purpose):
-        if state.by_slot and started and not job.purpose.awaited:
+        if state.by_slot and unawaited and not job.purpose.awaited:
             break
         fence = job.transaction.adapter_fence
         same_stream = state.limits.copies_on_compute_stream
@@ -66,7 +66,7 @@ def pump(state: EngineState) -> None:
         job.started = True
         move(state, job.entry, AdapterState.LOADING)
         room -= 1
-        started += 1
+        unawaited += not job.purpose.awaited
 
 
 def finish(state: EngineState, slot: int, generation: int, intact: bool) -> LoadJob | None:
