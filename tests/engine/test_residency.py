@@ -108,11 +108,9 @@ def test_a_request_cancelled_in_any_state_of_its_load_leaves_nothing(depth: int,
     rig.assert_answered("next")
 
 
-@both_depths
-@pytest.mark.parametrize(("starts", "in_flight"), [(1, 4), (3, 4), (8, 2)])
-def test_a_step_with_rows_starts_so_many_copies(depth: int, starts: int, in_flight: int) -> None:
-    keys = [f"k{index}" for index in range(5)]
-    rig = SlowRig(depth=depth, pages=120, copy_starts=starts, copies_in_flight=in_flight)
+def cold_beside_a_running_one(keys: list[str], **sizes: int) -> SlowRig:
+    """Adapters that are cold beside a request that decodes, on a device whose copies do not end."""
+    rig = SlowRig(**sizes)
     for key in keys:
         rig.register(key)
     rig.run()
@@ -121,6 +119,16 @@ def test_a_step_with_rows_starts_so_many_copies(depth: int, starts: int, in_flig
     while not rig.mailbox.tokens.get("running"):
         rig.step()
     rig.device.held = True
+    return rig
+
+
+@both_depths
+@pytest.mark.parametrize(("starts", "in_flight"), [(1, 4), (3, 4), (8, 2)])
+def test_a_step_with_rows_starts_so_many_copies(depth: int, starts: int, in_flight: int) -> None:
+    keys = [f"k{index}" for index in range(5)]
+    rig = cold_beside_a_running_one(
+        keys, depth=depth, pages=120, copy_starts=starts, copies_in_flight=in_flight
+    )
     for index, key in enumerate(keys):
         rig.submit(f"r{index}", prompt(index, 5), key)
     started = []
@@ -138,15 +146,7 @@ def test_a_step_with_rows_starts_so_many_copies(depth: int, starts: int, in_flig
 @both_depths
 def test_a_step_with_rows_starts_one_copy_that_no_request_waits_for(depth: int) -> None:
     keys = [f"k{index}" for index in range(6)]
-    rig = SlowRig(depth=depth, pages=160, copy_starts=4, copies_in_flight=8)
-    for key in keys:
-        rig.register(key)
-    rig.run()
-    make_cold(rig, *keys)
-    rig.submit("running", prompt(9, 5), max_tokens=40)
-    while not rig.mailbox.tokens.get("running"):
-        rig.step()
-    rig.device.held = True
+    rig = cold_beside_a_running_one(keys, depth=depth, pages=160, copy_starts=4, copies_in_flight=8)
     for key in keys[:4]:
         rig.call(PinAdapter, key, pinned=True)
     started = []
@@ -168,15 +168,7 @@ def test_a_step_with_rows_starts_one_copy_that_no_request_waits_for(depth: int) 
 @both_depths
 def test_cold_requests_in_every_step_keep_no_pin_waiting(depth: int) -> None:
     keys = [f"k{index}" for index in range(6)]
-    rig = SlowRig(depth=depth, pages=160, copy_starts=4, copies_in_flight=8)
-    for key in keys:
-        rig.register(key)
-    rig.run()
-    make_cold(rig, *keys)
-    rig.submit("running", prompt(9, 5), max_tokens=40)
-    while not rig.mailbox.tokens.get("running"):
-        rig.step()
-    rig.device.held = True
+    rig = cold_beside_a_running_one(keys, depth=depth, pages=160, copy_starts=4, copies_in_flight=8)
     rig.call(PinAdapter, keys[-1], pinned=True)
     for index, key in enumerate(keys[:-1]):
         rig.submit(f"r{index}", prompt(index, 5), key)

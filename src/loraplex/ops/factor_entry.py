@@ -77,16 +77,15 @@ def read_factors(resident: ResidentAdapter) -> Factors:
     spans = resident.spans[rows]
     of_sides = _spread(spans[:, SIDES, 0].reshape(-1), spans[:, SIDES, 1].reshape(-1))
     has_vector = spans[:, VECTORS, 1] > 0
-    tiled = (resident.extents[:, 3] > 0).any() and _first_tiled(resident, spans)
-    if tiled:
+    if resident.extents[:, 3].any() and (tiled := _first_tiled(resident, spans)):
         index, factor = tiled
         raise InternalFault(
             ErrorCode.OPERATOR_LAYOUT,
             f"layer {int(layers[index])} {Module(modules[index]).name} {factor.name}: a row is cut over "
             f"{int(spans[index, factor, 1])} pages, kernels need pages that hold one row",
         )
-    starts = np.minimum(spans[:, VECTORS, 0], max(len(resident.extents) - 1, 0))
-    vectors = np.where(has_vector, resident.extents[starts, 0], -1) if len(resident.extents) else starts - 1
+    starts = np.where(has_vector, spans[:, VECTORS, 0], 0)
+    vectors = np.where(has_vector, resident.extents[starts, 0], -1)
     return Factors(
         layers, modules, resident.ranks[rows].astype(np.int64), resident.scales[rows], spans[:, SIDES, 1],
         resident.extents[of_sides, :3], vectors,

@@ -46,8 +46,6 @@ EXTENT_WORDS = 5
 """Columns of `ResidentAdapter.extents`: byte offset in the pool, rank_lo, rank_n, col_lo, col_n."""
 CHECKSUM_CHUNK: Final = 32 << 20
 """Bytes that are summed at once on a device."""
-
-
 MAX_LAYOUTS: Final = 64
 """Checked tables that are kept, those of the oldest layout leaving first."""
 

@@ -110,8 +110,10 @@ class ImageStore:
         """
         try:
             file = ImageFile(os.open(self._path(kernel_digest), os.O_RDONLY | os.O_CLOEXEC), kernel_digest)
-        except OSError:
+        except FileNotFoundError:
             raise failed(f"image {kernel_digest:.16} is not in the store") from None
+        except OSError as error:
+            raise failed(f"image {kernel_digest:.16} cannot be opened: {error.strerror}") from error
         try:
             return file.image(self.region)
         except BaseException:
