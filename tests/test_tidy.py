@@ -30,7 +30,7 @@ Rule = Callable[[str], list[str]]
 def may_print(path: Path) -> bool:
     """Only what talks to a terminal prints: the command line and the benchmarks."""
     parts = path.relative_to(ROOT / "src" / "loraplex").parts
-    return parts[0] in ("cli.py", "bench") or parts[-1] == "commands.py"
+    return parts[0] in ("cli.py", "bench") or parts[-1].endswith("_commands.py")
 
 
 def is_pure(path: Path) -> bool:

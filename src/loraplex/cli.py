@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from loraplex import __version__
-from loraplex.bench.commands import bench_app
-from loraplex.catalog.commands import catalog_app
+from loraplex.bench.bench_commands import bench_app
+from loraplex.catalog.catalog_commands import catalog_app
 from loraplex.config import DEFAULT_DRAIN_S, DEFAULT_STORE_GB, ServeConfig, parse_adapter
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, Root
-from loraplex.server.remote import RemoteServer
+from loraplex.server.administration.admin_client import RemoteServer
 
 if TYPE_CHECKING:
     from loraplex.artifact.verify import Verification
@@ -155,13 +155,13 @@ def serve(
 
 def run_server(config: ServeConfig) -> int:
     """Everything of `serve` after the command line: logging, model folder, private folder, the server's life."""
-    from loraplex.model.store import cache_root
-    from loraplex.runtime.logs import configure_logging
-    from loraplex.runtime.model_folder import resolve_model
-    from loraplex.runtime.workdir import private_folder
+    from loraplex.build.model_folder import resolve_model
+    from loraplex.model.converted_models import cache_root
+    from loraplex.process.logs import configure_logging
+    from loraplex.process.workdir import private_folder
+    from loraplex.server.administration.register import check_sources
     from loraplex.server.announce import Announcer
     from loraplex.server.app import create_app
-    from loraplex.server.register import check_sources
     from loraplex.server.run import serve as serve_until_told
 
     configure_logging(config.log_level, as_json=config.log_json)
@@ -336,15 +336,15 @@ def _read_manifest(path: Path) -> bytes:
 
 def _verified(adapter: str, base: Path, dtype: str, page_tokens: int, *, quiet: bool) -> Verification:
     """What a server would find, with a line of progress on a terminal."""
+    from loraplex.adapters.prepare import EXECUTABLE
     from loraplex.artifact.checkpoint import CheckpointTensors
     from loraplex.artifact.tensors import Dtype
     from loraplex.artifact.verify import verify_adapter
+    from loraplex.build.base_model import base_identity, base_modules, hash_weights, read_config
     from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
     from loraplex.catalog.sources import LocalSource, parse_source
     from loraplex.core.layout import Geometry, PageGeometry
     from loraplex.model.spec import spec_from_config
-    from loraplex.runtime.base import base_identity, base_modules, hash_weights, read_config
-    from loraplex.runtime.prepare import EXECUTABLE
 
     def progress(done: int, total: int) -> None:
         end = "\n" if done == total else ""
@@ -393,7 +393,7 @@ def sim(
     """Attack the control plane over a virtual device: faults first, then everything must finish."""
     from loraplex.sim.faults import draw_setup
     from loraplex.sim.report import report_lines
-    from loraplex.sim.run import simulate
+    from loraplex.sim.simulation import simulate
 
     if ticks < 1 or seed < 0:
         raise CallerError(

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tests.artifact.tiny import lora_tensors, tiny_base, write_lora
 
 from loraplex.artifact.convert import to_image
-from loraplex.artifact.load import load_adapter
+from loraplex.artifact.read_artifact import load_adapter
 from loraplex.artifact.record import Artifact, Role
 from loraplex.artifact.shards import module_shapes
 from loraplex.artifact.tensors import Array, Dtype, convert, to_float32

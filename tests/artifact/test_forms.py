@@ -24,9 +24,9 @@ from tests.artifact.tiny import (
     write_lora,
 )
 
-from loraplex.artifact.base import BaseTensors
+from loraplex.artifact.base_modules import BaseTensors
 from loraplex.artifact.identify import identify
-from loraplex.artifact.load import load_adapter
+from loraplex.artifact.read_artifact import load_adapter
 from loraplex.artifact.record import Artifact, Method
 from loraplex.artifact.tensors import Dtype
 from loraplex.artifact.vectors import ServedTensors

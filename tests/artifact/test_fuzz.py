@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.artifact.tiny import lora_tensors, tiny_base, write_lora
 
 from loraplex.artifact.fields import APPLIED, INERT, OFF_ONLY
-from loraplex.artifact.load import load_adapter
+from loraplex.artifact.read_artifact import load_adapter
 from loraplex.core.errors import CallerError
 
 BASE = tiny_base()

@@ -38,8 +38,8 @@ from tests.artifact.corpus_weights import (
 )
 from tests.artifact.tiny import LAYERS, tiny_base, write_lora
 
-from loraplex.artifact.base import BaseModules
-from loraplex.artifact.load import load_adapter
+from loraplex.artifact.base_modules import BaseModules
+from loraplex.artifact.read_artifact import load_adapter
 from loraplex.core.errors import CallerError, ErrorCode
 
 

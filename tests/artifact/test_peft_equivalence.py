@@ -12,7 +12,7 @@ from peft import IA3Config, LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from tests.artifact.tiny import TinyTensors, save_adapter, tiny_base
 
-from loraplex.artifact.load import load_adapter
+from loraplex.artifact.read_artifact import load_adapter
 from loraplex.artifact.record import AdaptedModule, Artifact, Method, Role
 from loraplex.artifact.vectors import vectors_of
 from loraplex.core.ids import Module

@@ -13,7 +13,7 @@ from tests.artifact.tiny import TinyTensors, edit_tensors, save_adapter, tiny_ba
 
 from loraplex.artifact.checkpoint import CheckpointTensors
 from loraplex.artifact.convert import to_image
-from loraplex.artifact.load import load_adapter
+from loraplex.artifact.read_artifact import load_adapter
 from loraplex.artifact.record import Artifact
 from loraplex.artifact.tensors import Dtype
 from loraplex.artifact.vectors import ServedTensors, vectors_of

@@ -19,20 +19,20 @@ from tests.artifact.tiny import (
     write_lora,
 )
 
+from loraplex.adapters.prepare import prepare_adapter
 from loraplex.artifact.convert import to_image
 from loraplex.artifact.identify import target_map
-from loraplex.artifact.load import load_adapter
+from loraplex.artifact.read_artifact import load_adapter
 from loraplex.artifact.record import Method
 from loraplex.artifact.tensors import Dtype
 from loraplex.artifact.verify import Verification, refusal_record, verify_adapter
+from loraplex.build.base_model import describe_base
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.layout import Geometry, PageGeometry
 from loraplex.identity.canonical import digest
 from loraplex.identity.digests import BaseAbi
 from loraplex.identity.manifest import decode_adapter_manifest
-from loraplex.runtime.base import describe_base
-from loraplex.runtime.images import ImageStore
-from loraplex.runtime.prepare import prepare_adapter
+from loraplex.images.disk_store import ImageStore
 
 ABI = BaseAbi(
     weights=digest("w"), config=digest("c"), transforms=digest("t"), target_map=target_map(tiny_base())

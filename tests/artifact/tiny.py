@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loraplex.artifact.base import BaseModules
+from loraplex.artifact.base_modules import BaseModules
 from loraplex.core.ids import Module
 
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 3, 32, 48, 4, 2, 8, 64

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loraplex.bench import shapes
+from loraplex.bench import model_shapes
 from loraplex.bench.engine_decode import CASES, PROFILED, DeviceBench, EngineCase, device_table, kind_of
-from loraplex.bench.shapes import SEVEN, AdapterMix
+from loraplex.bench.model_shapes import SEVEN, AdapterMix
 from loraplex.config import EngineConfig
 from loraplex.core.errors import InternalFault
 from loraplex.core.layout import page_checksum
@@ -24,7 +24,7 @@ TINY = {
 
 
 def test_rows_of_base_and_adapters(tmp_path: Path) -> None:
-    config = {**shapes.SHAPES["llama-3.1-8b"], **TINY}
+    config = {**model_shapes.SHAPES["llama-3.1-8b"], **TINY}
     (tmp_path / "config.json").write_text(json.dumps(config))
     bench = DeviceBench(
         EngineConfig(
@@ -51,7 +51,7 @@ def test_rows_of_base_and_adapters(tmp_path: Path) -> None:
 
 
 def test_cold_adapters_come_from_their_files_in_every_run(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**shapes.SHAPES["llama-3.1-8b"], **TINY}))
+    (tmp_path / "config.json").write_text(json.dumps({**model_shapes.SHAPES["llama-3.1-8b"], **TINY}))
     config = EngineConfig(
         model=str(tmp_path), images_dir=str(tmp_path / "images"), dtype="float32", load_format="dummy", pool_gb=0.05,
         loader="process", host_gb=0.05,
@@ -65,7 +65,7 @@ def test_cold_adapters_come_from_their_files_in_every_run(tmp_path: Path) -> Non
 
 
 def test_an_engine_with_its_images_in_memory_refuses_cold_rows(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**shapes.SHAPES["llama-3.1-8b"], **TINY}))
+    (tmp_path / "config.json").write_text(json.dumps({**model_shapes.SHAPES["llama-3.1-8b"], **TINY}))
     config = EngineConfig(
         model=str(tmp_path), images_dir=str(tmp_path), dtype="float32", load_format="dummy", pool_gb=0.05
     )
@@ -76,11 +76,11 @@ def test_an_engine_with_its_images_in_memory_refuses_cold_rows(tmp_path: Path) -
 
 
 def test_synthetic_images_are_small_numbers_with_right_checksums(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**shapes.SHAPES["llama-3.1-8b"], **TINY}))
+    (tmp_path / "config.json").write_text(json.dumps({**model_shapes.SHAPES["llama-3.1-8b"], **TINY}))
     from loraplex.artifact.tensors import Dtype
-    from loraplex.runtime.base import describe_base
+    from loraplex.build.base_model import describe_base
 
-    images = shapes.SyntheticImages(describe_base(tmp_path, Dtype.BFLOAT16, 16, dummy=True))
+    images = model_shapes.SyntheticImages(describe_base(tmp_path, Dtype.BFLOAT16, 16, dummy=True))
     first, second = (images.add(4, SEVEN, index) for index in range(2))
     assert first.key != second.key
     image = images.open(first.kernel_digest)

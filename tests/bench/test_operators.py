@@ -11,7 +11,7 @@ import pytest
 from loraplex import cli
 from loraplex.bench import operators
 from loraplex.bench.operators import OpOptions, popularity, run_ops
-from loraplex.ops.cpu import build
+from loraplex.ops.cpu import compiled
 from loraplex.ops.dispatch import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's advice
@@ -37,7 +37,7 @@ def test_every_family_and_peer_is_measured_and_right() -> None:
         repeats=1,
     )
     rows, rate = run_ops(options, lambda _: None)
-    families = set(FAMILIES) - (set() if build.library() else {"cpu_kernel"})
+    families = set(FAMILIES) - (set() if compiled.library() else {"cpu_kernel"})
     assert {row.family for row in rows} == families | {"peft"}
     assert rate > 0
     assert all(row.error is not None and row.error < 1e-5 for row in rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from loraplex.bench.step import PARTS, StepBench, as_json, run_steps
+from loraplex.bench.step_time import PARTS, StepBench, as_json, run_steps
 
 
 def test_everybody_who_fits_decodes_and_the_others_wait() -> None:

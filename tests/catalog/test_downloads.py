@@ -250,13 +250,13 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 def test_a_full_store_is_cleared_for_the_server_before_it_refuses(tmp_path: Path, web: WebServer) -> None:
-    from tests.runtime.test_adapters import _write_base
+    from tests.adapters.test_adapters import _write_base
 
+    from loraplex.adapters.prepare_pool import PreparePool
     from loraplex.artifact.tensors import Dtype
+    from loraplex.build.base_model import describe_base
     from loraplex.config import EngineConfig
-    from loraplex.runtime.base import describe_base
-    from loraplex.runtime.prepare_pool import PreparePool
-    from loraplex.server.register import Preparation
+    from loraplex.server.administration.register import Preparation
 
     (tmp_path / "base").mkdir()
     base = describe_base(_write_base(tmp_path / "base"), Dtype.FLOAT32, 4)

@@ -13,7 +13,7 @@ import pytest
 from tests.catalog.make import draft
 
 from loraplex import cli
-from loraplex.catalog.adapters import AdapterCatalog
+from loraplex.adapters.adapter_catalog import AdapterCatalog
 from loraplex.catalog.changes import Mode
 from loraplex.catalog.records import ANY, Grant, Right, seal
 from loraplex.catalog.store import CatalogStore

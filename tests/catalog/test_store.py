@@ -12,12 +12,12 @@ from sqlalchemy import text
 from tests.catalog.conftest import Opener
 from tests.catalog.make import artifact, draft
 
-from loraplex.catalog.adapters import AdapterCatalog
+from loraplex.adapters.adapter_catalog import AdapterCatalog
 from loraplex.catalog.audit import audit
 from loraplex.catalog.changes import DEFAULT_GRANT, Expectation, Mode
 from loraplex.catalog.records import ANY, Grant, Right
 from loraplex.catalog.requests import RequestLog
-from loraplex.catalog.rows import Kind
+from loraplex.catalog.sealed_rows import Kind
 from loraplex.catalog.store import CatalogStore
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
 

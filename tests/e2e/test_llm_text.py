@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.e2e.judge import open_llm
 from tests.model.tiny import COMMON
-from tests.runtime.tiny_text import metaspace_tokenizer
+from tests.text.tiny_text import metaspace_tokenizer
 
 from loraplex import LLM, SamplingParams
 from loraplex.core.errors import CallerError, ErrorCode

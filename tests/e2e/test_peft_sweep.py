@@ -17,10 +17,10 @@ from tests.artifact.test_peft_equivalence import GENERAL, LORA
 from tests.artifact.tiny import VOCAB, TinyTensors, save_adapter, tiny_base, tiny_model
 
 from loraplex import LLM, SamplingParams
-from loraplex.artifact.load import load_adapter
+from loraplex.adapters.prepare import EXECUTABLE
+from loraplex.artifact.read_artifact import load_adapter
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.limits import MAX_LOGPROBS
-from loraplex.runtime.prepare import EXECUTABLE
 
 TOLERANCE = 1e-4
 PROMPTS = [

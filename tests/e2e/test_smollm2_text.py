@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from loraplex.model.gguf import ensure_demo_model
-from loraplex.runtime.grammars import GuidanceGrammars, load_grammars, schema_grammar
-from loraplex.runtime.text import Detokenizer, TextCodec, load_tokenizer
+from loraplex.text.codec import Detokenizer, TextCodec, load_tokenizer
+from loraplex.text.grammars import GuidanceGrammars, load_grammars, schema_grammar
 
 pytestmark = pytest.mark.e2e
 TEXTS = {

@@ -10,11 +10,11 @@ import pytest
 from tests.e2e.judge import CONFIGS, NAMES, check_greedy, open_llm, prompt
 
 from loraplex import LLM, SamplingParams
+from loraplex.build.engine_build import build_runner, describe_model, engine_limits, make_runner
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CallerError, ErrorCode, InternalFault
 from loraplex.core.plan import StepResult
-from loraplex.runtime.build import build_runner, describe_model, engine_limits, make_runner
-from loraplex.runtime.worker import PlanLog, read_log, replay
+from loraplex.process.worker import PlanLog, read_log, replay
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("device")]
 
@@ -56,7 +56,7 @@ def test_a_worker_that_is_told_the_base_does_not_hash_its_weights_again(
 ) -> None:
     hashed: list[Path] = []
     monkeypatch.setattr(
-        "loraplex.runtime.base.hash_weights", lambda folder: hashed.append(folder) or "0" * 64
+        "loraplex.build.base_model.hash_weights", lambda folder: hashed.append(folder) or "0" * 64
     )
     config = EngineConfig(model=str(root / "base"), images_dir=str(tmp_path), dtype="float32", pool_gb=0.01)
     build_runner(config, "a" * 64)

@@ -10,8 +10,8 @@ import pytest
 
 from loraplex.core.layout import KvShape
 from loraplex.core.messages import EngineSampling, RegisterAdapter, Submit
-from loraplex.engine.config import EngineLimits
 from loraplex.engine.deltas import digest_words
+from loraplex.engine.sizes import EngineLimits
 from loraplex.engine.step import Engine
 from loraplex.sim.device import Faults, VirtualDevice
 from loraplex.sim.tokens import adapter_number, expected_tokens

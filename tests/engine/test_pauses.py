@@ -7,10 +7,10 @@ from tests.engine.rig import Rig, both_depths, prompt
 from tests.engine.slow import SlowRig
 from tests.engine.test_constraints import Chains, chained
 
-from loraplex.engine import hosting, pressure
 from loraplex.engine.admission import MAX_SKIPS
 from loraplex.engine.deltas import digest_words
-from loraplex.engine.records import Phase
+from loraplex.engine.request_state import Phase
+from loraplex.engine.residency import hosting, pressure
 from loraplex.sim.tokens import adapter_number
 
 LATE = 20

@@ -8,7 +8,7 @@ from tests.engine.rig import VOCAB, Rig
 
 from loraplex.core.events import RequestAdmitted
 from loraplex.engine.admission import MAX_SKIPS
-from loraplex.engine.records import Phase
+from loraplex.engine.request_state import Phase
 
 ANSWER = 12
 """Tokens of each ready request's answer, the longest that runs."""

@@ -15,18 +15,18 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.adapters.test_adapters import AdapterCatalog, Preparing
 from tests.engine.rig import VOCAB, Rig
 from tests.exact.worked import HALF, fractions, matmul
-from tests.runtime.test_adapters import AdapterCatalog, Preparing
 from tests.waiting import LIMIT_S
 
+from loraplex.adapters.manager import AdapterService
 from loraplex.core.errors import ErrorCode, LoraplexError, error_for
 from loraplex.core.ids import Module
 from loraplex.engine.deltas import digest_words
 from loraplex.memory.residency import AdapterState
 from loraplex.ops.dims import ModuleDims
 from loraplex.ops.exact import ExactModule, ExactOps, Matrix
-from loraplex.runtime.adapters import AdapterService
 from loraplex.schedule.packing import Work, build_plan
 from loraplex.sim.tokens import adapter_number, expected_tokens
 

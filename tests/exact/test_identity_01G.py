@@ -17,11 +17,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from loraplex.artifact.base import BaseModules
+from loraplex.artifact.artifact_manifest import kernels_of
+from loraplex.artifact.base_modules import BaseModules
 from loraplex.artifact.convert import to_image
 from loraplex.artifact.identify import artifact_record, target_map
-from loraplex.artifact.load import load_adapter
-from loraplex.artifact.manifest import kernels_of
+from loraplex.artifact.read_artifact import load_adapter
 from loraplex.artifact.record import Artifact
 from loraplex.artifact.tensors import Dtype
 from loraplex.core.errors import ErrorCode, InternalFault

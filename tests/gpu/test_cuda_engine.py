@@ -24,11 +24,11 @@ from tests.gpu.world import CONFIG, VOCAB  # noqa: E402
 
 from loraplex import LLM, SamplingParams  # noqa: E402
 from loraplex.api import RequestOutput  # noqa: E402
+from loraplex.build.engine_build import describe_model, make_runner  # noqa: E402
 from loraplex.config import EngineConfig  # noqa: E402
 from loraplex.core.messages import Abort  # noqa: E402
 from loraplex.core.plan import StepResult  # noqa: E402
-from loraplex.runtime.build import describe_model, make_runner  # noqa: E402
-from loraplex.runtime.worker import replay  # noqa: E402
+from loraplex.process.worker import replay  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 TIE = 0.06

@@ -10,7 +10,7 @@ import torch
 
 from loraplex.core.layout import KvShape
 from loraplex.core.plan_check import PlanBounds
-from loraplex.model.cuda.executor import CudaExecutor
+from loraplex.model.cuda.cuda_executor import CudaExecutor
 from loraplex.model.cuda.setup import CudaParts, Warmth, prepare_libraries
 from loraplex.model.decoder import Decoder
 from loraplex.model.linear import Linear

@@ -12,11 +12,11 @@ from safetensors.numpy import save_file
 from tests.exact.test_identity_01G import MUTATIONS, RELATIONS, launch, mutate, write
 
 from loraplex import cli
-from loraplex.artifact.load import load_adapter
+from loraplex.artifact.read_artifact import load_adapter
+from loraplex.build.base_model import base_identity, base_modules, hash_weights, read_config
 from loraplex.core.errors import ErrorCode
 from loraplex.identity.manifest import RuntimeManifest, encode_manifest
 from loraplex.model.spec import spec_from_config
-from loraplex.runtime.base import base_identity, base_modules, hash_weights, read_config
 
 
 @pytest.fixture(scope="module")

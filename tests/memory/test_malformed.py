@@ -60,7 +60,7 @@ def running() -> Rig:
 
 def loading() -> Rig:
     """A load under way, its copy not begun."""
-    from loraplex.engine import loads
+    from loraplex.engine.residency import loads
 
     rig = running()
     real, loads.pump = loads.pump, lambda state: None

@@ -10,7 +10,7 @@ import torch
 from tests.model.drive import Driver, Request
 from tests.model.tiny import FAMILIES, VOCAB, Paged, decoder, save
 
-from loraplex.model.attention.interface import Histories
+from loraplex.model.attention.backend import Histories
 from loraplex.model.cpu_layers import CpuLayers
 from loraplex.model.linear import Linear, panel_kernel
 from loraplex.ops.interface import NoAdapters

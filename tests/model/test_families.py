@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.model.tiny import FAMILIES, VOCAB, Paged, decoder, reference, save
 
-from loraplex.model.attention.interface import Histories
+from loraplex.model.attention.backend import Histories
 from loraplex.ops.interface import NoAdapters
 
 TOLERANCE = 1e-4

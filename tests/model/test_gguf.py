@@ -21,8 +21,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.model import converted_models, gguf_tokenizer
 from loraplex.model import gguf as module
-from loraplex.model import gguf_tokenizer, store
 from loraplex.model.progress import terminal_progress
 
 # The split in front of a number is where readers of a `smollm` file differ; see `test_ids_of_the_demo_tokenizer`.
@@ -215,9 +215,9 @@ def test_loser_of_the_race_uses_the_winners_folder(cache: Path) -> None:
 
     def slow(folder: Path) -> None:
         (folder / "who").write_text("loser")
-        store.publish(target, lambda inner: (inner / "who").write_text("winner") and None)
+        converted_models.publish(target, lambda inner: (inner / "who").write_text("winner") and None)
 
-    assert store.publish(target, slow) == target
+    assert converted_models.publish(target, slow) == target
     assert (target / "who").read_text() == "winner"
     assert [p.name for p in target.parent.iterdir()] == ["key"]
 
@@ -230,19 +230,21 @@ def test_failed_build_leaves_nothing_and_dead_builders_are_swept(cache: Path) ->
         raise CallerError(ErrorCode.MODEL_UNSUPPORTED, "no")
 
     with pytest.raises(CallerError):
-        store.publish(target, fail)
+        converted_models.publish(target, fail)
     assert list(target.parent.iterdir()) == []
-    dead = target.parent / f"{store.BUILDING_PREFIX}dead"
+    dead = target.parent / f"{converted_models.BUILDING_PREFIX}dead"
     dead.mkdir()
     (dead / "half").write_text("x")
     alive: list[Path] = []
 
     def check(folder: Path) -> None:
-        store.publish(cache / "models" / "other", lambda inner: None)  # sweeps, but must not take us for dead
+        converted_models.publish(
+            cache / "models" / "other", lambda inner: None
+        )  # sweeps, but must not take us for dead
         alive.append(folder)
         assert folder.is_dir()
 
-    store.publish(target, check)
+    converted_models.publish(target, check)
     assert alive
     assert not dead.exists()
 
@@ -354,10 +356,10 @@ def test_a_file_that_is_no_gguf_is_refused(cache: Path, tmp_path: Path) -> None:
 
 def test_cache_root_order() -> None:
     home = Path.home() / ".cache" / "loraplex"
-    assert store.cache_root({"LORAPLEX_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
-    assert store.cache_root({"LORAPLEX_CACHE": "", "XDG_CACHE_HOME": "/b"}) == Path("/b/loraplex")
-    assert store.cache_root({"XDG_CACHE_HOME": "relative"}) == home
-    assert store.cache_root({}) == home
+    assert converted_models.cache_root({"LORAPLEX_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
+    assert converted_models.cache_root({"LORAPLEX_CACHE": "", "XDG_CACHE_HOME": "/b"}) == Path("/b/loraplex")
+    assert converted_models.cache_root({"XDG_CACHE_HOME": "relative"}) == home
+    assert converted_models.cache_root({}) == home
 
 
 def test_progress_is_plain_lines_off_a_terminal_and_a_bar_on_one() -> None:

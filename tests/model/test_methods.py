@@ -16,19 +16,19 @@ import torch
 from tests.model.drive import Driver, Request, logits_of
 from tests.model.tiny import VOCAB, decoder, reference, save
 
+from loraplex.adapters.prepare import EXECUTABLE
 from loraplex.artifact.convert import to_image
-from loraplex.artifact.load import load_adapter, require_executable
+from loraplex.artifact.read_artifact import load_adapter, require_executable
 from loraplex.artifact.record import Artifact, Method
 from loraplex.artifact.tensors import Dtype
+from loraplex.build.base_model import base_modules
 from loraplex.core.layout import AdapterImage, Factor, Geometry, PageGeometry
 from loraplex.model import executor
-from loraplex.model.base import BaseWeights
+from loraplex.model.base_values import BaseWeights
 from loraplex.model.decoder import Decoder
 from loraplex.ops.dispatch import FAMILIES, make_operator
 from loraplex.ops.triton_lora import Tuning
 from loraplex.ops.triton_ops import TritonState
-from loraplex.runtime.base import base_modules
-from loraplex.runtime.prepare import EXECUTABLE
 
 # The interpreter of Triton 3.6 itself turns one-element arrays into scalars.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")

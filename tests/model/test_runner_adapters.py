@@ -18,18 +18,18 @@ from tests.model.drive import Driver, Images, Request, logits_of
 from tests.model.tiny import VOCAB, reference, save
 
 from loraplex.artifact.convert import to_image
-from loraplex.artifact.load import load_adapter
+from loraplex.artifact.read_artifact import load_adapter
 from loraplex.artifact.tensors import Dtype
+from loraplex.build.base_model import base_modules
 from loraplex.core.events import AdapterTransition, Event, RequestPreempted
 from loraplex.core.layout import AdapterImage, Geometry, PageGeometry, size_class_for
 from loraplex.core.messages import RegisterAdapter, Submit
-from loraplex.engine.config import EngineLimits
+from loraplex.engine.sizes import EngineLimits
 from loraplex.engine.step import Engine
-from loraplex.model.base import BaseWeights
+from loraplex.model.base_values import BaseWeights
 from loraplex.model.copies import SteppedCopies
 from loraplex.model.decoder import Decoder
 from loraplex.model.runner import ModelRunner, allocate_pool
-from loraplex.runtime.base import base_modules
 from loraplex.sim.world import EventLog, MemoryMailbox, VirtualClock
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -14,7 +14,7 @@ from loraplex.core.packed import float_bits
 from loraplex.core.plan import OPEN_COLUMNS
 from loraplex.model.sampler import Sampler, TokenMasks, best_ids
 from loraplex.model.sampler_cpu import CompiledSampling
-from loraplex.ops.cpu import build
+from loraplex.ops.cpu import compiled
 
 CPU = torch.device("cpu")
 DEFAULTS: dict[str, Any] = {
@@ -47,9 +47,9 @@ COMPILED = [False, True]
 
 
 @pytest.fixture(params=COMPILED, ids=["torch", "compiled"], autouse=True)
-def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def compiled_functions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Every test here runs against the torch definition and against the compiled functions."""
-    if request.param and build.library() is None:
+    if request.param and compiled.library() is None:
         pytest.skip("no compiled functions on this machine")
     if not request.param:
         monkeypatch.setattr(CompiledSampling, "find", staticmethod(lambda device: None))
@@ -356,7 +356,7 @@ OPTION_ROWS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_a_mask_bounds_its_own_row_whatever_its_options(compiled: bool) -> None:
+def test_a_mask_bounds_its_own_row_whatever_its_options(compiled_functions: bool) -> None:
     vocab, count = 77, len(OPTION_ROWS)
     logits = torch.randn((2 * count, vocab), generator=torch.Generator().manual_seed(3)) * 4
     logits[:, 5] += 30.0  # what an unmasked row takes
@@ -379,7 +379,7 @@ def test_a_mask_bounds_its_own_row_whatever_its_options(compiled: bool) -> None:
     assert torch.equal(logits, kept)
 
 
-def test_a_mask_of_one_token_leaves_no_choice(compiled: bool) -> None:
+def test_a_mask_of_one_token_leaves_no_choice(compiled_functions: bool) -> None:
     vocab = 40
     sampler = make(vocab, *({"temperature": 2.0, "seed_low": k} for k in range(8)))
     slots = np.arange(8, dtype=np.int32)

@@ -12,9 +12,9 @@ from tests.model.test_sampler import CPU, arange, open_rows
 from loraplex.model.philox import token_noise
 from loraplex.model.sampler import Sampler, best_ids
 from loraplex.model.sampler_cpu import OPTIONS, CompiledSampling
-from loraplex.ops.cpu import build
+from loraplex.ops.cpu import compiled
 
-pytestmark = pytest.mark.skipif(build.library() is None, reason="no compiled functions on this machine")
+pytestmark = pytest.mark.skipif(compiled.library() is None, reason="no compiled functions on this machine")
 
 
 def functions() -> CompiledSampling:

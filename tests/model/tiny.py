@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from loraplex.model.attention.interface import Histories
+from loraplex.model.attention.backend import Histories
 from loraplex.model.attention.torch_paged import TorchPagedAttention
 from loraplex.model.decoder import Decoder
 from loraplex.model.spec import DecoderSpec, spec_from_config

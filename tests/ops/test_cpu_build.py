@@ -17,56 +17,56 @@ from tests.ops.test_families import PLANS, check, random_world
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.model.sampler_cpu import OPTIONS, CompiledSampling
 from loraplex.ops import dispatch
-from loraplex.ops.cpu import build
+from loraplex.ops.cpu import compiled
 
-needs_kernel = pytest.mark.skipif(build.library() is None, reason="no compiled kernel on this machine")
+needs_kernel = pytest.mark.skipif(compiled.library() is None, reason="no compiled kernel on this machine")
 
 
 @pytest.fixture
 def forgotten():  # type: ignore[no-untyped-def]
     """The process forgets its kernel before and after."""
-    build._loaded.cache_clear()
+    compiled._loaded.cache_clear()
     yield
-    build._loaded.cache_clear()
+    compiled._loaded.cache_clear()
 
 
 def test_a_machine_with_gnu_compiler_has_a_kernel() -> None:
     try:
-        build.find_compiler()
-    except build.KernelUnavailable:
+        compiled.find_compiler()
+    except compiled.KernelUnavailable:
         pytest.skip("no GNU compiler on this machine")
-    assert build.library() is not None, build.status()
+    assert compiled.library() is not None, compiled.status()
 
 
 @needs_kernel
 def test_the_second_build_finds_the_first(tmp_path: Path) -> None:
-    first = build.build(tmp_path)
+    first = compiled.build(tmp_path)
     stamp = first.stat().st_mtime_ns
-    assert build.build(tmp_path) == first
+    assert compiled.build(tmp_path) == first
     assert first.stat().st_mtime_ns == stamp
     assert os.listdir(tmp_path) == [first.name]
 
 
 @needs_kernel
 def test_another_source_flag_or_processor_is_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = build.fingerprint("g++ 1")
-    assert build.fingerprint("g++ 2") != before
-    monkeypatch.setattr(build, "processor", lambda: "another")
-    assert build.fingerprint("g++ 1") != before
+    before = compiled.fingerprint("g++ 1")
+    assert compiled.fingerprint("g++ 2") != before
+    monkeypatch.setattr(compile, "processor", lambda: "another")
+    assert compiled.fingerprint("g++ 1") != before
     monkeypatch.undo()
-    monkeypatch.setattr(build, "COMPILE_FLAGS", (*build.COMPILE_FLAGS, "-g"))
-    assert build.fingerprint("g++ 1") != before
+    monkeypatch.setattr(compile, "COMPILE_FLAGS", (*compiled.COMPILE_FLAGS, "-g"))
+    assert compiled.fingerprint("g++ 1") != before
     monkeypatch.undo()
-    monkeypatch.setattr(build, "HEADERS", build.HEADERS[:2])
-    assert build.fingerprint("g++ 1") != before
+    monkeypatch.setattr(compile, "HEADERS", compiled.HEADERS[:2])
+    assert compiled.fingerprint("g++ 1") != before
     monkeypatch.undo()
-    monkeypatch.setattr(build, "UNITS", {**build.UNITS, "lora_cpu.cpp": "-ffp-contract=off"})
-    assert build.fingerprint("g++ 1") != before
+    monkeypatch.setattr(compile, "UNITS", {**compiled.UNITS, "lora_cpu.cpp": "-ffp-contract=off"})
+    assert compiled.fingerprint("g++ 1") != before
 
 
 @needs_kernel
 def test_there_is_one_thread_pool() -> None:
-    found = build.library()
+    found = compiled.library()
     assert found is not None
     before = torch.get_num_threads()
     try:
@@ -89,21 +89,21 @@ def test_plainer_processors_compute_the_same_function(
     if os.uname().machine != "x86_64":
         pytest.skip("the flags are those of x86-64")
     flag, expected = level
-    native = build.library()
+    native = compiled.library()
     assert native is not None
-    monkeypatch.setattr(build, "COMPILE_FLAGS", (*build.COMPILE_FLAGS, flag))
+    monkeypatch.setattr(compile, "COMPILE_FLAGS", (*compiled.COMPILE_FLAGS, flag))
     # Every dtype uses the same file, so it is built once for each flag and not once for each test.
     folder = tmp_path.parent / flag.strip("-").replace("=", "_")
-    plain = build.load(build.build(folder))
+    plain = compiled.load(compiled.build(folder))
     assert plain.vector_level <= expected
-    monkeypatch.setattr(build, "_loaded", lambda: plain)
+    monkeypatch.setattr(compile, "_loaded", lambda: plain)
     world = random_world(31, dtype, 5, [1, 4, 9, 16])
     for prefills, decodes in PLANS.values():
         check(world, make_plan(prefills, decodes), "cpu_kernel")
     assert_draws_alike(plain, native)
 
 
-def assert_draws_alike(first: build.Library, second: build.Library) -> None:
+def assert_draws_alike(first: compiled.Library, second: compiled.Library) -> None:
     """Two builds of the sampling functions draw the same tokens."""
     rng = np.random.default_rng(2)
     logits = torch.from_numpy(rng.standard_normal((60, 700)).astype(np.float32) * 3)
@@ -159,25 +159,25 @@ def test_without_a_compiler_torch_serves_and_says_why(
 def test_a_cache_folder_that_cannot_be_written_is_a_reason(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(build.KernelUnavailable):
-        build.build(blocked / "kernels")
+    with pytest.raises(compiled.KernelUnavailable):
+        compiled.build(blocked / "kernels")
 
 
 def test_a_broken_library_is_a_reason(tmp_path: Path) -> None:
     broken = tmp_path / "x.so"
     broken.write_bytes(b"not a library")
-    with pytest.raises(build.KernelUnavailable, match="cannot be loaded"):
-        build.load(broken)
+    with pytest.raises(compiled.KernelUnavailable, match="cannot be loaded"):
+        compiled.load(broken)
 
 
 def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORAPLEX_CACHE", "/one")
-    assert build.cache_folder() == Path("/one/kernels")
+    assert compiled.cache_folder() == Path("/one/kernels")
     monkeypatch.delenv("LORAPLEX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/two")
-    assert build.cache_folder() == Path("/two/loraplex/kernels")
+    assert compiled.cache_folder() == Path("/two/loraplex/kernels")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert build.cache_folder() == Path.home() / ".cache/loraplex/kernels"
+    assert compiled.cache_folder() == Path.home() / ".cache/loraplex/kernels"
 
 
 @needs_kernel
@@ -217,7 +217,7 @@ def test_operands_of_another_form_are_refused_before_the_kernel_sees_them() -> N
 
 @needs_kernel
 def test_the_abi_has_exactly_the_functions_that_are_called() -> None:
-    found = build.library()
+    found = compiled.library()
     assert found is not None
     for name in ("float32", "bfloat16", "float16"):
         function = getattr(found.handle, f"lora_apply_{name}")

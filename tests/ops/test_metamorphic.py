@@ -13,13 +13,13 @@ from tests.ops.test_families import DIMS, random_world
 from loraplex.core.ids import Module
 from loraplex.core.layout import Factor
 from loraplex.core.plan import BatchPlan
-from loraplex.ops.cpu import build
+from loraplex.ops.cpu import compiled
 from loraplex.ops.dispatch import FAMILIES, make_operator
 from loraplex.ops.exact import ExactOps, read_adapter
 from loraplex.ops.interface import NoAdapters, RowSet
 
 WIDTH = sum(DIMS.dims[m][1] for m in QKV)
-ROW_INDEPENDENT = ["bgmv"] + (["cpu_kernel"] if build.library() else [])
+ROW_INDEPENDENT = ["bgmv"] + (["cpu_kernel"] if compiled.library() else [])
 
 
 def operands(rows: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,7 +64,7 @@ def test_a_row_is_bitwise_the_same_in_every_batch(family: str, dtype: torch.dtyp
         assert torch.equal(run(world, plan, family, y[uid], x[uid]), whole[torch.from_numpy(uid)])
 
 
-@pytest.mark.skipif(build.library() is None, reason="no compiled kernel on this machine")
+@pytest.mark.skipif(compiled.library() is None, reason="no compiled kernel on this machine")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_kernel_gives_the_same_bits_with_any_cut_and_number_of_threads(dtype: torch.dtype) -> None:
     world = random_world(22, dtype, 5, [8, 40, 64])

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from tests.engine.rig import sampling
 
+from loraplex.build.model_folder import resolve_model
 from loraplex.config import ServeConfig
 from loraplex.core.errors import LoraplexError, Root
 from loraplex.core.messages import Submit, Tokens
-from loraplex.runtime.logs import configure_logging
-from loraplex.runtime.model_folder import resolve_model
-from loraplex.runtime.workdir import private_folder
+from loraplex.process.logs import configure_logging
+from loraplex.process.workdir import private_folder
 from loraplex.server.announce import Announcer
 from loraplex.server.app import create_app as real_app
 from loraplex.server.listen import AsgiApp

@@ -13,10 +13,10 @@ from typing import Any
 
 import httpx
 import psutil
-from tests.runtime import engines
-from tests.runtime.tiny_text import byte_tokenizer, write_folder
+from tests.process import engines
 from tests.server.processes import ROOT
 from tests.server.tiny_server import free_port, write_adapter, write_model
+from tests.text.tiny_text import byte_tokenizer, write_folder
 from tests.waiting import LIMIT_S
 
 CONTEXT = 128

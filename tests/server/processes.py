@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.runtime import engines
+from tests.process import engines
 from tests.server.tiny_server import free_port, write_model
 from tests.waiting import LIMIT_S
 

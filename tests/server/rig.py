@@ -13,11 +13,13 @@ import httpx
 import msgspec
 import numpy as np
 from openai import AsyncOpenAI
-from tests.runtime.tiny_text import byte_codec
+from tests.text.tiny_text import byte_codec
 from tests.waiting import LIMIT_S
 
+from loraplex.adapters.adapter_catalog import AdapterCatalog
+from loraplex.adapters.manager import AdapterService
+from loraplex.adapters.prepare import PreparedAdapter
 from loraplex.artifact.identify import AdapterIdentity
-from loraplex.catalog.adapters import AdapterCatalog
 from loraplex.catalog.requests import RequestLog
 from loraplex.config import ServeConfig
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
@@ -35,13 +37,11 @@ from loraplex.core.messages import (
     Tokens,
 )
 from loraplex.identity.digests import ALWAYS_ON, semantic_abi
-from loraplex.runtime.adapters import AdapterService
-from loraplex.runtime.client import RequestGroup
-from loraplex.runtime.prepare import PreparedAdapter
-from loraplex.runtime.text import TextCodec
+from loraplex.process.client import RequestGroup
 from loraplex.server.app import create_app
 from loraplex.server.provenance import Provenance
 from loraplex.server.service import Phase, Service
+from loraplex.text.codec import TextCodec
 
 BASE, MAX_LEN, BASE_ABI = "base-model", 200, "ba5e" * 16
 

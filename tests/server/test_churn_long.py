@@ -23,7 +23,7 @@ from tests.waiting import run
 
 from loraplex import LLM, SamplingParams
 from loraplex.api import RequestOutput
-from loraplex.runtime.engine_process import BUILDER
+from loraplex.process.engine_process import BUILDER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(2400)]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from tests.catalog import postgres
-from tests.runtime.tiny_text import byte_tokenizer, write_folder
 from tests.server.processes import Running, started
 from tests.server.tiny_server import write_adapter, write_model
+from tests.text.tiny_text import byte_tokenizer, write_folder
 from tests.waiting import run
 
 from loraplex import cli

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.catalog.remotes import WebServer
-from tests.runtime import engines
+from tests.process import engines
 from tests.server.processes import Running, started
 from tests.server.test_whole import BASE, whole
 from tests.server.tiny_server import write_adapter

@@ -16,7 +16,7 @@ from tests.waiting import LIMIT_S
 
 from loraplex.core.errors import ErrorCode
 from loraplex.core.messages import Abort, Finish, Submit
-from loraplex.runtime.text import SHORT_TEXT_CHARS
+from loraplex.text.codec import SHORT_TEXT_CHARS
 
 
 def test_completion_by_the_openai_client(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.server.processes import Running, started
 from tests.server.test_churn_long import write_adapter
 from tests.waiting import run
 
-from loraplex.runtime.engine_process import BUILDER
+from loraplex.process.engine_process import BUILDER
 
 pytestmark = pytest.mark.e2e
 ALIASES = tuple(f"a{k}" for k in range(6))
@@ -27,9 +27,7 @@ ALIASES = tuple(f"a{k}" for k in range(6))
 def child(of: int, module: str) -> int:
     """Process id of the descendant that runs a module of ours."""
     (pid,) = [
-        p.pid
-        for p in psutil.Process(of).children(recursive=True)
-        if f"loraplex.runtime.{module}" in p.cmdline()
+        p.pid for p in psutil.Process(of).children(recursive=True) if f"loraplex.{module}" in p.cmdline()
     ]
     return int(pid)
 
@@ -76,11 +74,11 @@ def test_deaths_while_adapters_load(tmp_path: Path) -> None:
     async def test() -> None:
         async with serving(tmp_path) as server:
             right = await tokens(server)
-            engine = child(server.process.pid, "engine_process")
+            engine = child(server.process.pid, "process.engine_process")
 
             # The loader dies with fetches in hand: they fail, are asked for again, and every request is answered.
             await make_cold(server)
-            loader = child(engine, "loader_process")
+            loader = child(engine, "images.loader_process")
             os.kill(loader, signal.SIGSTOP)
             asked = [asyncio.ensure_future(ask(server, alias)) for alias in ALIASES]
             while (await server.http.get("/v1/residency")).json()["host"]["fetching"] < len(ALIASES):
@@ -88,12 +86,12 @@ def test_deaths_while_adapters_load(tmp_path: Path) -> None:
             os.kill(loader, signal.SIGKILL)
             answers = await asyncio.gather(*asked)
             assert [answer.json()["choices"][0]["token_ids"] for answer in answers] == list(right.values())
-            assert child(engine, "loader_process") != loader
+            assert child(engine, "images.loader_process") != loader
 
             # The engine dies with loads under way: open requests end typed, and a new one has its adapters back.
             await make_cold(server)
             assert (await server.http.post("/v1/adapters/a0/pin")).status_code == 200
-            os.kill(child(engine, "loader_process"), signal.SIGSTOP)
+            os.kill(child(engine, "images.loader_process"), signal.SIGSTOP)
             asked = [asyncio.ensure_future(ask(server, alias)) for alias in ALIASES[1:]]
             while (await server.http.get("/v1/residency")).json()["requests"]["live"] < len(asked):
                 pass
@@ -111,8 +109,8 @@ def test_deaths_while_adapters_load(tmp_path: Path) -> None:
             # The server is told to end with loads under way: it ends them, and itself, in order.
             await server.http.post("/v1/adapters/a0/unpin")
             await make_cold(server)
-            engine = child(server.process.pid, "engine_process")
-            os.kill(child(engine, "loader_process"), signal.SIGSTOP)
+            engine = child(server.process.pid, "process.engine_process")
+            os.kill(child(engine, "images.loader_process"), signal.SIGSTOP)
             asked = [asyncio.ensure_future(ask(server, alias)) for alias in ALIASES]
             while (await server.http.get("/v1/residency")).json()["requests"]["live"] < len(asked):
                 pass

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from tests.server.fuzzing import Target, target
 from tests.waiting import LIMIT_S
 
-from loraplex.runtime.engine_process import BUILDER
+from loraplex.process.engine_process import BUILDER
 
 pytestmark = pytest.mark.e2e
 BASE = "tiny"

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from tests.runtime import engines
+from tests.process import engines
 from tests.server.processes import started
 from tests.server.tiny_server import write_adapter
 from tests.waiting import run, until_gone

@@ -21,7 +21,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from tests.runtime import engines
+from tests.process import engines
 from tests.server.test_whole import BASE, Whole, whole
 from tests.server.tiny_server import write_adapter
 from tests.waiting import run

@@ -15,10 +15,10 @@ from typing import Any
 import openai
 import psutil
 import pytest
-from tests.runtime import engines
-from tests.runtime.tiny_text import byte_tokenizer, write_folder
+from tests.process import engines
 from tests.server.processes import ROOT, Running, started
 from tests.server.tiny_server import write_adapter, write_model
+from tests.text.tiny_text import byte_tokenizer, write_folder
 from tests.waiting import run
 
 pytestmark = pytest.mark.e2e
@@ -53,7 +53,7 @@ class Whole:
     def engine(self) -> int:
         """Process id of the engine: the server's child that is one."""
         children = psutil.Process(self.server.process.pid).children()
-        (pid,) = [child.pid for child in children if "loraplex.runtime.engine_process" in child.cmdline()]
+        (pid,) = [child.pid for child in children if "loraplex.process.engine_process" in child.cmdline()]
         return int(pid)
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loraplex.engine import admission, commit, failures, growth, integrity, launch, loads, pressure
+from loraplex.engine import admission, commit, growth, integrity, launch
 from loraplex.engine.deltas import PendingDeltas
+from loraplex.engine.residency import load_failures, loads, pressure
 from loraplex.engine.state import EngineState
 from loraplex.memory import eviction
 from loraplex.memory.host import HostTier
@@ -434,7 +435,7 @@ def page_tables_are_not_told_of_new_pages(patch: Patch) -> None:
 
 @mutant("liveness", "typed_end", kinds=("torn_copy", "failed_copy"))
 def failures_are_not_told_to_those_who_wait(patch: Patch) -> None:
-    patch.setattr(failures, "count_failure", nothing)
+    patch.setattr(load_failures, "count_failure", nothing)
     patch.setattr(loads, "count_failure", nothing)
     patch.setattr(WaitingQueue, "unpark", nothing)
 

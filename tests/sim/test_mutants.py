@@ -11,7 +11,7 @@ from loraplex.core.errors import InternalFault
 from loraplex.engine import admission
 from loraplex.memory.pages import PagePool
 from loraplex.sim.faults import Fault, Setup, draw_setup
-from loraplex.sim.run import simulate
+from loraplex.sim.simulation import simulate
 
 TICKS = 300
 SEEDS = range(12)

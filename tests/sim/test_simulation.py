@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from loraplex.sim.faults import Fault, draw_setup
-from loraplex.sim.run import simulate
+from loraplex.sim.simulation import simulate
 
 LONG_SEEDS, LONG_TICKS = 5, 2_000
 """Each long case runs so many seeds for so many ticks; a hundred cases make a million ticks."""

@@ -13,9 +13,9 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.artifact.base import BaseModule, BaseTensors
-from loraplex.artifact.names import TensorName
+from loraplex.artifact.base_modules import BaseModule, BaseTensors
 from loraplex.artifact.refuse import bad_shape, unmatched, unsupported
+from loraplex.artifact.tensor_names import TensorName
 from loraplex.artifact.tensors import Dtype, F32Array, Tensor, convert, to_float32
 from loraplex.core.errors import CallerError
 from loraplex.core.ids import Module

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.artifact.base import BaseModules
+from loraplex.artifact.base_modules import BaseModules
 from loraplex.artifact.safetensors_file import SafetensorsFile
 from loraplex.artifact.tensors import F32Array, to_float32
 from loraplex.core.errors import CallerError, ErrorCode

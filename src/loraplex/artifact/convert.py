@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from loraplex.artifact.base import BaseTensors
+from loraplex.artifact.base_modules import BaseTensors
 from loraplex.artifact.identify import identify
 from loraplex.artifact.record import AdaptedModule, Artifact, Role
 from loraplex.artifact.shards import WHOLE, local_layout, module_shapes

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from loraplex.artifact.base import BaseModules
+from loraplex.artifact.base_modules import BaseModules
 from loraplex.artifact.record import AdaptedModule, Artifact, Role
 from loraplex.identity.canonical import digest
 from loraplex.identity.digests import (

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from loraplex.artifact.base import BaseModule
+from loraplex.artifact.base_modules import BaseModule
 from loraplex.artifact.patterns import Pattern, Work, compile_pattern
 from loraplex.artifact.peft_config import Names, PeftConfig
 from loraplex.core.ids import LAYER_MODULES

@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from loraplex.artifact.base import BaseModule, BaseModules, BaseTensors
+from loraplex.artifact.base_modules import BaseModule, BaseModules, BaseTensors
 from loraplex.artifact.carried import check_carried
 from loraplex.artifact.matching import Selector
-from loraplex.artifact.names import Kind, TensorName, parse_name
 from loraplex.artifact.peft_config import BiasMode, PeftConfig, PeftType
 from loraplex.artifact.record import AdaptedModule, Artifact, Method, Role
 from loraplex.artifact.refuse import bad_config, missing_tensor, unmatched, unsupported, wrong_base
 from loraplex.artifact.shapes import check_shapes
+from loraplex.artifact.tensor_names import Kind, TensorName, parse_name
 from loraplex.artifact.tensors import Dtype, Tensor
 from loraplex.core.ids import Module
 from loraplex.identity.scale import ScaleRule

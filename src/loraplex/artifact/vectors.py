@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.artifact.base import BaseTensors
+from loraplex.artifact.base_modules import BaseTensors
 from loraplex.artifact.record import AdaptedModule, Role
 from loraplex.artifact.refuse import not_finite, unsupported
 from loraplex.artifact.tensors import Dtype, F32Array, convert, to_float32

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from loraplex.artifact.base import BaseModules, BaseTensors
+from loraplex.artifact.artifact_manifest import manifest_of
+from loraplex.artifact.base_modules import BaseModules, BaseTensors
 from loraplex.artifact.convert import to_image
-from loraplex.artifact.load import load_adapter, require_executable
-from loraplex.artifact.manifest import manifest_of
+from loraplex.artifact.read_artifact import load_adapter, require_executable
 from loraplex.artifact.record import AdaptedModule, Artifact, Method
 from loraplex.artifact.source import Progress, weight_files
 from loraplex.artifact.tensors import Dtype

@@ -115,8 +115,8 @@ def run_decode(options: DecodeOptions, report: Callable[[str], None]) -> list[De
 
 def _synthetic(options: DecodeOptions, folder: Path) -> tuple[tuple[str, Path], ...]:
     from loraplex.bench.synthetic import write_adapter
+    from loraplex.build.base_model import read_config
     from loraplex.model.spec import spec_from_config
-    from loraplex.runtime.base import read_config
 
     spec = spec_from_config(read_config(options.model))
     return tuple(

@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from loraplex.bench.load_engine import push_out
-from loraplex.bench.shapes import ATTENTION, LLAMA_8B, SEVEN, AdapterMix, SyntheticImages, write_shape
+from loraplex.bench.model_shapes import ATTENTION, LLAMA_8B, SEVEN, AdapterMix, SyntheticImages, write_shape
+from loraplex.build.engine_build import BuiltEngine, build_engine
 from loraplex.config import EngineConfig
 from loraplex.core.errors import ErrorCode, InternalFault, error_for
 from loraplex.core.events import Event, IterationCompleted
@@ -32,10 +33,9 @@ from loraplex.core.messages import (
     Submit,
     Tokens,
 )
-from loraplex.runtime.build import BuiltEngine, build_engine
-from loraplex.runtime.clock import MonotonicClock
-from loraplex.runtime.images import ImageStore
-from loraplex.runtime.local import LocalMailbox
+from loraplex.images.disk_store import ImageStore
+from loraplex.process.clock import MonotonicClock
+from loraplex.process.local import LocalMailbox
 
 NO_ADAPTERS: Final = AdapterMix(0)
 SHAPE: Final = LLAMA_8B

@@ -22,19 +22,19 @@ from typing import Any, Final
 import numpy as np
 from safetensors.numpy import save_file
 
-from loraplex.artifact.base import BaseModules
+from loraplex.adapters.adapter_catalog import AdapterCatalog
+from loraplex.artifact.base_modules import BaseModules
 from loraplex.artifact.convert import to_image
 from loraplex.artifact.identify import identify
-from loraplex.artifact.load import load_adapter
+from loraplex.artifact.read_artifact import load_adapter
 from loraplex.artifact.tensors import Dtype
-from loraplex.catalog.adapters import AdapterCatalog
 from loraplex.catalog.changes import Draft, Mode
 from loraplex.catalog.records import ArtifactRecord
 from loraplex.catalog.store import CatalogStore
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.layout import Geometry, PageGeometry
 from loraplex.identity.digests import ALWAYS_ON, semantic_abi
-from loraplex.runtime.images import ImageStore
+from loraplex.images.disk_store import ImageStore
 
 MIB: Final = 1 << 20
 LAYERS, HIDDEN, KV_DIM = 32, 4096, 1024

@@ -30,6 +30,7 @@ from loraplex.bench.load_many import (
     register_cold,
     twin,
 )
+from loraplex.build.base_model import BaseModel
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import LAYER_MODULES, Module
 from loraplex.core.messages import (
@@ -39,7 +40,6 @@ from loraplex.core.messages import (
     RemoveAdapter,
     Submit,
 )
-from loraplex.runtime.base import BaseModel
 
 TARGETS: Final[dict[str, tuple[Module, ...]]] = {
     "q,k,v,o": (Module.Q, Module.K, Module.V, Module.O),
@@ -150,9 +150,9 @@ def copy_rate(nbytes: int) -> float:
 
 
 def _stages(bench: Bench, options: LoadOptions, rank: int, targets: str, rate: float) -> list[LoadRow]:
+    from loraplex.adapters.prepare import prepare_adapter
     from loraplex.artifact.convert import to_image
-    from loraplex.artifact.load import load_adapter
-    from loraplex.runtime.prepare import prepare_adapter
+    from loraplex.artifact.read_artifact import load_adapter
 
     base = bench.base
     times, cpu, steps = ({stage: list[float]() for stage in STAGES} for _ in range(3))
@@ -262,7 +262,7 @@ class _Gaps:
 
 
 def _prepare(bench: Bench, folder: Path) -> RegisterAdapter:
-    from loraplex.runtime.prepare import prepare_adapter
+    from loraplex.adapters.prepare import prepare_adapter
 
     return prepare_adapter(folder, bench.base, bench.store).register
 

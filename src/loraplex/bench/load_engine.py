@@ -12,15 +12,15 @@ from typing import Any, Final
 
 import msgspec
 
+from loraplex.build.base_model import BaseModel
+from loraplex.build.engine_build import BuiltEngine, build_engine
 from loraplex.config import EngineConfig
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.messages import Ended, EngineCall, EngineSampling, Inspect, Reply, SetLimits, Tokens
+from loraplex.images.disk_store import ImageStore
 from loraplex.memory.residency import AdapterState
-from loraplex.runtime.base import BaseModel
-from loraplex.runtime.build import BuiltEngine, build_engine
-from loraplex.runtime.clock import MonotonicClock
-from loraplex.runtime.images import ImageStore
-from loraplex.runtime.local import LocalMailbox, NullSink
+from loraplex.process.clock import MonotonicClock
+from loraplex.process.local import LocalMailbox, NullSink
 
 PUSH_OUT_STEPS: Final = 100_000
 

@@ -17,7 +17,7 @@ import numpy as np
 from loraplex.bench.load_engine import Bench, greedy
 from loraplex.core.layout import AdapterImage, page_checksum
 from loraplex.core.messages import LoadAdapter, RegisterAdapter, RemoveAdapter, SetLimits, Submit
-from loraplex.runtime.images import ImageStore
+from loraplex.images.disk_store import ImageStore
 
 SWAP_TOKENS = 48
 """New tokens of each request beside a swap."""

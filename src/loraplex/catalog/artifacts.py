@@ -29,7 +29,7 @@ from loraplex.catalog.sources import RemoteSource
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault
 from loraplex.core.limits import MAX_ADAPTER_BYTES, MAX_ADAPTER_CONFIG_BYTES
 from loraplex.identity.canonical import check_digest, digest
-from loraplex.model.store import cache_root
+from loraplex.model.converted_models import cache_root
 
 CHUNK_BYTES: Final = 8 << 20
 DEFAULT_STORE_BYTES: Final = 32 << 30

@@ -12,8 +12,15 @@ from typing import Any
 from sqlalchemy import Connection, select
 
 from loraplex.catalog.records import ArtifactRecord, Revision, damaged, decode
-from loraplex.catalog.rows import Kind, alias_state, all_grants, current_rows, read_revision, revision_rows
 from loraplex.catalog.schema import aliases, artifacts, meta, publications
+from loraplex.catalog.sealed_rows import (
+    Kind,
+    alias_state,
+    all_grants,
+    current_rows,
+    read_revision,
+    revision_rows,
+)
 from loraplex.catalog.store import CatalogStore
 from loraplex.core.errors import LoraplexError
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Final
 
 from loraplex.catalog.records import ANY, DEFAULT_NAMESPACE, ArtifactRecord, Grant, Revision, Right
-from loraplex.catalog.rows import AliasState
+from loraplex.catalog.sealed_rows import AliasState
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 
 OPERATOR: Final = "operator"

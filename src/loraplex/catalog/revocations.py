@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, and_, func, select
 
-from loraplex.catalog.rows import Kind
 from loraplex.catalog.schema import aliases, publications, revisions, revoked
+from loraplex.catalog.sealed_rows import Kind
 from loraplex.core.errors import CallerError, ErrorCode
 
 

@@ -49,7 +49,8 @@ from loraplex.catalog.revocations import (
     revoked_by_tenants,
     served_elsewhere,
 )
-from loraplex.catalog.rows import (
+from loraplex.catalog.schema import aliases, artifacts, grants, meta, publications, revisions, revoked
+from loraplex.catalog.sealed_rows import (
     AliasState,
     Kind,
     alias_state,
@@ -60,7 +61,6 @@ from loraplex.catalog.rows import (
     revision_rows,
     state_of,
 )
-from loraplex.catalog.schema import aliases, artifacts, grants, meta, publications, revisions, revoked
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 
 _NS_PER_MS: Final = 1_000_000

@@ -15,7 +15,7 @@ from typing import Final
 
 from loraplex.catalog.changes import Changes
 from loraplex.catalog.records import ANY, DEFAULT_NAMESPACE, Grant, Revision, Right
-from loraplex.catalog.rows import AliasState
+from loraplex.catalog.sealed_rows import AliasState
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 
 Place = tuple[str, str]

@@ -13,8 +13,9 @@ from typing import Final
 
 from loraplex.core.errors import CapacityError, ErrorCode, LoraplexError
 from loraplex.core.events import RequestAdmitted
-from loraplex.engine import constraints, hosting, loads, pressure
-from loraplex.engine.records import LoadJob, Phase, Purpose, RequestRecord
+from loraplex.engine import constraints
+from loraplex.engine.request_state import LoadJob, Phase, Purpose, RequestRecord
+from loraplex.engine.residency import hosting, loads, pressure
 from loraplex.engine.state import EngineState
 from loraplex.memory.residency import AdapterEntry
 from loraplex.memory.transaction import Demand, Transaction

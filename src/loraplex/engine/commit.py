@@ -13,8 +13,9 @@ from loraplex.core.messages import TokenBinding, TokenLogprobs, Tokens
 from loraplex.core.packed import I32, bits_float
 from loraplex.core.plan import BatchPlan, StepResult
 from loraplex.core.request import FinishReason
-from loraplex.engine import admission, constraints, growth, loads
-from loraplex.engine.records import Phase, RequestRecord
+from loraplex.engine import admission, constraints, growth
+from loraplex.engine.request_state import Phase, RequestRecord
+from loraplex.engine.residency import loads
 from loraplex.engine.state import EngineState, Flight
 from loraplex.schedule.running import Slots
 

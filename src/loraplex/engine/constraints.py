@@ -16,7 +16,7 @@ import numpy as np
 from loraplex.core.errors import CallerError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.packed import I32
 from loraplex.core.ports import Constraint
-from loraplex.engine.records import RequestRecord
+from loraplex.engine.request_state import RequestRecord
 from loraplex.engine.state import EngineState
 from loraplex.schedule.select import Selection
 

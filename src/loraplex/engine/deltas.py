@@ -18,7 +18,7 @@ from loraplex.core.plan import (
     COPY_SLOT,
     OPEN_COLUMNS,
 )
-from loraplex.engine.records import RequestRecord
+from loraplex.engine.request_state import RequestRecord
 from loraplex.memory.residency import SlotDirectory
 from loraplex.memory.slabs import Block
 from loraplex.schedule.packing import Deltas

@@ -12,8 +12,8 @@ import numpy as np
 
 from loraplex.core.events import RequestPreempted
 from loraplex.core.packed import I32
-from loraplex.engine import pressure
-from loraplex.engine.records import Phase, RequestRecord
+from loraplex.engine.request_state import Phase, RequestRecord
+from loraplex.engine.residency import pressure
 from loraplex.engine.state import EngineState
 from loraplex.memory.pages import PageState
 from loraplex.schedule.running import Slots

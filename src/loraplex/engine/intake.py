@@ -27,9 +27,9 @@ from loraplex.core.messages import (
 )
 from loraplex.core.packed import I32
 from loraplex.core.request import FinishReason
-from loraplex.engine import controls, pressure, residency
 from loraplex.engine.inspect import inspect_engine
-from loraplex.engine.records import RequestRecord
+from loraplex.engine.request_state import RequestRecord
+from loraplex.engine.residency import pressure, registration, wishes
 from loraplex.engine.state import EngineState
 from loraplex.memory.leases import RevisionLease
 from loraplex.memory.residency import AdapterEntry
@@ -66,19 +66,19 @@ def handle(state: EngineState, message: ToEngine) -> None:
 def _call(state: EngineState, message: EngineCall) -> None:
     match message:
         case RegisterAdapter():
-            residency.register(state, message)
+            registration.register(state, message)
         case RemoveAdapter():
-            residency.remove(state, message)
+            registration.remove(state, message)
         case LoadAdapter():
-            controls.load(state, message)
+            wishes.load(state, message)
         case PrefetchAdapter():
-            controls.prefetch(state, message)
+            wishes.prefetch(state, message)
         case PinAdapter():
-            controls.pin(state, message)
+            wishes.pin(state, message)
         case RevokeAdapter():
-            residency.revoke(state, message)
+            registration.revoke(state, message)
         case SetLimits():
-            controls.set_limits(state, message)
+            wishes.set_limits(state, message)
         case Inspect():
             state.outbox.append(Reply(message.call_id, body=inspect_engine(state)))
         case _:

@@ -17,9 +17,9 @@ from loraplex.core.messages import Ended, FromEngine
 from loraplex.core.packed import I32, empty
 from loraplex.core.plan import BatchPlan
 from loraplex.core.ports import Clock, Grammars, Loader
-from loraplex.engine.config import EngineLimits
 from loraplex.engine.deltas import PendingDeltas
-from loraplex.engine.records import LoadJob, Phase, RequestRecord, Want
+from loraplex.engine.request_state import LoadJob, Phase, RequestRecord, Want
+from loraplex.engine.sizes import EngineLimits
 from loraplex.memory.host import HostTier
 from loraplex.memory.leases import SlotLease
 from loraplex.memory.pages import PagePool, PageState

@@ -18,20 +18,10 @@ from __future__ import annotations
 
 from loraplex.core.plan import StepResult
 from loraplex.core.ports import Backend, Clock, EventSink, Grammars, Loader, Mailbox
-from loraplex.engine import (
-    admission,
-    commit,
-    controls,
-    growth,
-    hosting,
-    intake,
-    integrity,
-    launch,
-    loads,
-    residency,
-)
-from loraplex.engine.config import EngineLimits
+from loraplex.engine import admission, commit, growth, intake, integrity, launch
 from loraplex.engine.constraints import NoGrammars
+from loraplex.engine.residency import hosting, loads, registration, wishes
+from loraplex.engine.sizes import EngineLimits
 from loraplex.engine.state import EngineState, Flight
 from loraplex.schedule.select import Selection, select_rows
 
@@ -88,13 +78,13 @@ class Engine:
 
     def _admit(self) -> None:
         state = self.state
-        controls.enforce(state)
-        controls.serve(state)
+        wishes.enforce(state)
+        wishes.serve(state)
         fetched = hosting.poll(state)  # what `serve` asked for may be there already
         if fetched:
-            controls.serve(state)
+            wishes.serve(state)
         admission.admit(state)
-        controls.prefetch_queue(state)
+        wishes.prefetch_queue(state)
         loads.pump(state)
 
     def _reserve(self) -> Selection:
@@ -118,7 +108,7 @@ class Engine:
             committed = True
             if not self._commit_oldest():
                 break
-        residency.finish_departures(self.state)
+        registration.finish_departures(self.state)
         return committed
 
     def _commit_oldest(self) -> bool:

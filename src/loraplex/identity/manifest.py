@@ -25,7 +25,7 @@ from loraplex.identity.digests import (
 )
 from loraplex.identity.generations import decode as decode_generations
 from loraplex.identity.kernel import KernelAbi, check_shards
-from loraplex.identity.launch import LaunchOwners, LaunchRow, validate_launch
+from loraplex.identity.launch_snapshot import LaunchOwners, LaunchRow, validate_launch
 
 SCHEMA: Final = 1
 DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}

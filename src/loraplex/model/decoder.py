@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from loraplex.core.ids import Module
 from loraplex.core.layout import KvShape
-from loraplex.model.attention.interface import AttentionBatch
+from loraplex.model.attention.backend import AttentionBatch
 from loraplex.model.attention.torch_paged import TorchPagedBatch
 from loraplex.model.cpu_layers import CpuLayers
 from loraplex.model.fused import FusedOps, TorchFused

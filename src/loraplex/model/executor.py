@@ -15,7 +15,7 @@ import torch
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.packed import I32
 from loraplex.core.plan import BatchPlan
-from loraplex.model.attention.interface import AttentionBackend, Histories
+from loraplex.model.attention.backend import AttentionBackend, Histories
 from loraplex.model.cpu_layers import CpuLayers
 from loraplex.model.decoder import Decoder
 from loraplex.model.results import Pending, Scores, Stopwatch, no_scores, to_host

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.model.converted_models import cache_root, check_sizes, publish
 from loraplex.model.gguf_tokenizer import special_ids, write_tokenizer
 from loraplex.model.progress import Progress, silent
-from loraplex.model.store import cache_root, check_sizes, publish
 
 CONVERSION_REVISION: Final = "gguf-llama-f32-1"
 """Raise the number whenever the same file would give other bytes in config, tokenizer or weights."""

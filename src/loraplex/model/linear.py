@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from loraplex.ops.cpu import build
+from loraplex.ops.cpu import compiled
 
 ROWS_HINT: Final = 32
 """Rows that oneDNN's reordering is tuned for; one layout serves 1 to 512 rows equally well."""
@@ -33,13 +33,13 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype is torch.float32
 
 
-def panel_kernel(dtype: torch.dtype, device: torch.device) -> build.Library | None:
+def panel_kernel(dtype: torch.dtype, device: torch.device) -> compiled.Library | None:
     """The compiled library where its panels serve weights of this type: products as wide as the type, and in the matrix
     unit where the processor has one."""
-    library = build.library() if device.type == "cpu" and dtype in _NAMES else None
+    library = compiled.library() if device.type == "cpu" and dtype in _NAMES else None
     if library is None or library.vector_level < (2 if dtype is torch.bfloat16 else 1):
         return None
-    if dtype is torch.bfloat16 and build.has_matrix_unit() and not library.matrix_unit:
+    if dtype is torch.bfloat16 and compiled.has_matrix_unit() and not library.matrix_unit:
         return None
     return library
 

@@ -26,7 +26,7 @@ from loraplex.core.layout import KvShape
 from loraplex.core.plan import BatchPlan, StepResult
 from loraplex.core.plan_check import PlanBounds, check_plan
 from loraplex.core.ports import ImageSource
-from loraplex.model.attention.interface import AttentionBackend
+from loraplex.model.attention.backend import AttentionBackend
 from loraplex.model.attention.torch_paged import TorchPagedAttention
 from loraplex.model.decoder import Decoder
 from loraplex.model.executor import Executor, TorchExecutor

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loraplex.ops.cpu import build
+from loraplex.ops.cpu import compiled
 
 I64 = npt.NDArray[np.int64]
 
@@ -28,13 +28,13 @@ OPTIONS: Final = np.dtype(
 class CompiledSampling:
     """Draw, penalise and rank rows of float32 logits in host memory, with unit column stride."""
 
-    def __init__(self, library: build.Library) -> None:
+    def __init__(self, library: compiled.Library) -> None:
         self._handle = library.handle
 
     @staticmethod
     def find(device: torch.device) -> CompiledSampling | None:
         """The compiled functions, where there are any for this device."""
-        library = build.library() if device.type == "cpu" else None
+        library = compiled.library() if device.type == "cpu" else None
         return None if library is None else CompiledSampling(library)
 
     def draw(

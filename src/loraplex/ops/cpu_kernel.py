@@ -20,7 +20,7 @@ import torch
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import Module
 from loraplex.core.plan import BatchPlan
-from loraplex.ops.cpu import build
+from loraplex.ops.cpu import compiled
 from loraplex.ops.interface import RowSet
 from loraplex.ops.table import AdapterTable
 from loraplex.ops.torch_common import TorchOps, check_operands
@@ -90,11 +90,11 @@ class CpuKernelOps(TorchOps):
 
     def __init__(self, plan: BatchPlan, table: AdapterTable) -> None:
         super().__init__(plan, table)
-        library = build.library()
+        library = compiled.library()
         if library is None or table.pool.device.type != "cpu" or table.dtype not in _FUNCTIONS:
             raise InternalFault(
                 ErrorCode.OPERATOR_PLAN_UNSUPPORTED,
-                f"the CPU kernel cannot serve {table.dtype} factors on {table.pool.device} ({build.status()})",
+                f"the CPU kernel cannot serve {table.dtype} factors on {table.pool.device} ({compiled.status()})",
             )
         self._function = getattr(library.handle, _FUNCTIONS[table.dtype])
         self._steps: dict[RowSet, _Step] = {}

@@ -14,7 +14,7 @@ import torch
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.plan import BatchPlan
 from loraplex.ops.bgmv import BgmvOps
-from loraplex.ops.cpu import build
+from loraplex.ops.cpu import compiled
 from loraplex.ops.cpu_kernel import CpuKernelOps
 from loraplex.ops.gather_bmm import GatherBmmOps
 from loraplex.ops.indexed import IndexedOps
@@ -48,8 +48,8 @@ class Choice:
 def warm_up(device: torch.device) -> str:
     """Build or find what the operators need on `device`; one line saying what will serve. Call it before `/ready`."""
     if device.type == "cpu":
-        build.library()
-        return f"adapter operators: {build.status()}"
+        compiled.library()
+        return f"adapter operators: {compiled.status()}"
     return "adapter operators: triton work lists"
 
 
@@ -72,7 +72,7 @@ def choose(plan: BatchPlan, table: AdapterTable) -> Choice:
     phase = "decode" if plan.prefills == 0 else "prefill"
     if table.pool.device.type == "cuda":
         family = TRITON
-    elif build.library() is not None:
+    elif compiled.library() is not None:
         family = "cpu_kernel"
     else:
         family = "segmented"

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from loraplex.core.errors import CallerError, ErrorCode, InternalFault, LoraplexError
-from loraplex.runtime.logs import fields
-from loraplex.server import admin
+from loraplex.process.logs import fields
+from loraplex.server.administration import endpoints
 from loraplex.server.answers import DONE, error_body, event
 from loraplex.server.auth import Caller, KeyFile
-from loraplex.server.chat import chat_completions
-from loraplex.server.completions import completions
-from loraplex.server.generate import Generation
-from loraplex.server.http import Disconnected, Exchange
+from loraplex.server.exchange import Disconnected, Exchange
+from loraplex.server.generation.chat import chat_completions
+from loraplex.server.generation.completions import completions
+from loraplex.server.generation.generate import Generation
 from loraplex.server.listen import AsgiApp, Receive, Send
 from loraplex.server.metrics import outcome_of
 from loraplex.server.openapi import BODIES, openapi
@@ -65,22 +65,22 @@ async def _describe(call: Call) -> None:
 ROUTES: Final = (
     Route("POST", "/v1/completions", completions),
     Route("POST", "/v1/chat/completions", chat_completions),
-    Route("GET", "/v1/models", admin.list_models),
-    Route("GET", "/v1/models/{model}", admin.get_model),
-    Route("GET", "/v1/adapters", admin.list_adapters),
-    Route("GET", "/v1/adapters/{alias}", admin.get_adapter),
-    Route("PUT", "/v1/adapters/{alias}", admin.put_adapter),
-    Route("DELETE", "/v1/adapters/{alias}", admin.delete_adapter),
-    Route("POST", "/v1/adapters/{alias}/{action}", admin.adapter_action),
-    Route("POST", "/v1/load_lora_adapter", admin.load_lora_adapter),
-    Route("POST", "/v1/unload_lora_adapter", admin.unload_lora_adapter),
-    Route("GET", "/v1/residency", admin.residency),
-    Route("GET", "/v1/requests/{request_id}/provenance", admin.get_provenance),
-    Route("GET", "/v1/limits", admin.get_limits),
-    Route("PUT", "/v1/limits", admin.put_limits),
-    Route("GET", "/health", admin.health, open=True),
-    Route("GET", "/ready", admin.ready, open=True),
-    Route("GET", "/metrics", admin.metrics, open=True),
+    Route("GET", "/v1/models", endpoints.list_models),
+    Route("GET", "/v1/models/{model}", endpoints.get_model),
+    Route("GET", "/v1/adapters", endpoints.list_adapters),
+    Route("GET", "/v1/adapters/{alias}", endpoints.get_adapter),
+    Route("PUT", "/v1/adapters/{alias}", endpoints.put_adapter),
+    Route("DELETE", "/v1/adapters/{alias}", endpoints.delete_adapter),
+    Route("POST", "/v1/adapters/{alias}/{action}", endpoints.adapter_action),
+    Route("POST", "/v1/load_lora_adapter", endpoints.load_lora_adapter),
+    Route("POST", "/v1/unload_lora_adapter", endpoints.unload_lora_adapter),
+    Route("GET", "/v1/residency", endpoints.residency),
+    Route("GET", "/v1/requests/{request_id}/provenance", endpoints.get_provenance),
+    Route("GET", "/v1/limits", endpoints.get_limits),
+    Route("PUT", "/v1/limits", endpoints.put_limits),
+    Route("GET", "/health", endpoints.health, open=True),
+    Route("GET", "/ready", endpoints.ready, open=True),
+    Route("GET", "/metrics", endpoints.metrics, open=True),
     Route("GET", "/openapi.json", _describe, open=True),
 )
 

@@ -36,7 +36,7 @@ from loraplex.core.messages import EngineSampling, TokenBinding
 from loraplex.identity.binding import RequestBinding, SlotBinding
 from loraplex.identity.canonical import digest
 from loraplex.identity.generations import GenerationVector, encode
-from loraplex.runtime.tasks import reported
+from loraplex.process.tasks import reported
 
 _log: Final = logging.getLogger(__name__)
 BATCH: Final = 512

@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
-from loraplex.runtime.text import SHORT_TEXT_CHARS, TextCodec
 from loraplex.server.answers import DONE, error_body, event
 from loraplex.server.auth import Caller, KeyFile
-from loraplex.server.generate import Generation, Piece
-from loraplex.server.http import Exchange
+from loraplex.server.exchange import Exchange
+from loraplex.server.generation.generate import Generation, Piece
 from loraplex.server.metrics import Metrics, outcome_of
 from loraplex.server.service import Service
+from loraplex.text.codec import SHORT_TEXT_CHARS, TextCodec
 
 
 @dataclass(slots=True)

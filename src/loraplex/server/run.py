@@ -18,7 +18,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
-from loraplex.catalog.adapters import AdapterCatalog
+from loraplex.adapters.adapter_catalog import AdapterCatalog
+from loraplex.adapters.manager import AdapterService
 from loraplex.catalog.artifacts import ArtifactStore, artifacts_folder
 from loraplex.catalog.database import IN_MEMORY
 from loraplex.catalog.requests import RequestLog
@@ -26,18 +27,17 @@ from loraplex.catalog.store import CatalogStore
 from loraplex.config import ServeConfig
 from loraplex.core import limits
 from loraplex.core.errors import CapacityError, ErrorCode
-from loraplex.runtime.adapters import AdapterService
-from loraplex.runtime.client import EngineClient
-from loraplex.runtime.engine_process import BUILDER
-from loraplex.runtime.images import ImageStore
-from loraplex.runtime.supervisor import EngineSupervisor
-from loraplex.runtime.text import load_tokenizer
+from loraplex.images.disk_store import ImageStore
+from loraplex.process.client import EngineClient
+from loraplex.process.engine_process import BUILDER
+from loraplex.process.supervisor import EngineSupervisor
+from loraplex.server.administration.register import Preparation, register_adapters
 from loraplex.server.announce import Announcer
 from loraplex.server.auth import DEFAULT_TENANT
 from loraplex.server.listen import AsgiApp, Listener
 from loraplex.server.provenance import Provenance
-from loraplex.server.register import Preparation, register_adapters
 from loraplex.server.service import Phase, Service
+from loraplex.text.codec import load_tokenizer
 
 _log: Final = logging.getLogger(__name__)
 GIB: Final = 1 << 30

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from loraplex.adapters.manager import AdapterService
 from loraplex.config import ServeConfig
 from loraplex.core.errors import CapacityError, ErrorCode
 from loraplex.core.ports import Clock
-from loraplex.runtime.adapters import AdapterService
-from loraplex.runtime.client import EngineClient
-from loraplex.runtime.clock import MonotonicClock
-from loraplex.runtime.supervisor import EngineSupervisor
-from loraplex.runtime.text import TextCodec
-from loraplex.server.http import Exchange
+from loraplex.process.client import EngineClient
+from loraplex.process.clock import MonotonicClock
+from loraplex.process.supervisor import EngineSupervisor
+from loraplex.server.exchange import Exchange
 from loraplex.server.provenance import Provenance
+from loraplex.text.codec import TextCodec
 
 
 class Phase(StrEnum):

@@ -27,7 +27,7 @@ from loraplex.engine.state import EngineState
 from loraplex.sim.clients import Clients
 from loraplex.sim.device import BUILT_ON_FAILURE, INJECTED, cells_of
 from loraplex.sim.faults import Setup
-from loraplex.sim.ledger import block_ledger, page_ledger
+from loraplex.sim.page_ledger import block_ledger, page_ledger
 from loraplex.sim.tokens import adapter_number
 from loraplex.sim.wrong import Wrong
 

@@ -28,8 +28,8 @@ from loraplex.core.messages import (
     Tokens,
 )
 from loraplex.core.packed import I32
+from loraplex.sim.administrator import NO_ROOM, Image, Names, digest
 from loraplex.sim.faults import VOCAB, Fault, Injector, Operation, Setup
-from loraplex.sim.names import NO_ROOM, Image, Names, digest
 from loraplex.sim.tokens import expected_tokens
 from loraplex.sim.world import VirtualClock
 from loraplex.sim.wrong import Wrong

@@ -16,7 +16,7 @@ from random import Random
 from typing import Final
 
 from loraplex.core.layout import KvShape
-from loraplex.engine.config import EngineLimits
+from loraplex.engine.sizes import EngineLimits
 from loraplex.sim.device import CopyFate, Costs, Faults
 
 VOCAB: Final = 499

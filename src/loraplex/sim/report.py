@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loraplex.sim.run import Report
+from loraplex.sim.simulation import Report
 
 
 def report_lines(report: Report, command: str) -> list[str]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from loraplex.core.plan import BatchPlan
 from loraplex.model.cuda.inputs import KvLengths, StepInputs
-from loraplex.model.cuda.rope import RopeAppend
+from loraplex.model.cuda.rope_append import RopeAppend
 
 
 class PlainAttention:

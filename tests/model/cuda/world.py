@@ -6,12 +6,12 @@ from tests.model.cuda.attend import PlainAttention
 
 from loraplex.core.layout import KvShape
 from loraplex.core.plan_check import PlanBounds
-from loraplex.model.cuda.executor import CudaExecutor
+from loraplex.model.cuda.cuda_executor import CudaExecutor
 from loraplex.model.cuda.graphs import DecodeGraphs, bucket_sizes
 from loraplex.model.cuda.heads import GreedyHead
 from loraplex.model.cuda.inputs import StepInputs
 from loraplex.model.cuda.pieces import PiecewiseSteps
-from loraplex.model.cuda.rope import RopeAppend, angle_table
+from loraplex.model.cuda.rope_append import RopeAppend, angle_table
 from loraplex.model.decoder import Decoder
 from loraplex.model.runner import MakeExecutor
 from loraplex.model.sampler import Sampler

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.layout import KvShape
-from loraplex.model.attention.interface import Histories
+from loraplex.model.attention.backend import Histories
 
 I64 = npt.NDArray[np.int64]
 

@@ -19,7 +19,7 @@ from loraplex.core.layout import KvShape
 from loraplex.core.packed import I32
 from loraplex.core.plan import BatchPlan
 from loraplex.model.cuda.inputs import KvLengths, StepInputs
-from loraplex.model.cuda.rope import RopeAppend
+from loraplex.model.cuda.rope_append import RopeAppend
 
 FA3_ROWS: Final = 256
 """Rows of an average chunk from which fa3 is faster."""

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import torch
 
-from loraplex.model.cuda.attention import BucketAttention, StepAttention
 from loraplex.model.cuda.heads import GreedyHead
 from loraplex.model.cuda.inputs import KvLengths, StepInputs
+from loraplex.model.cuda.step_attention import BucketAttention, StepAttention
 from loraplex.model.decoder import Decoder
 from loraplex.ops.interface import AdapterOps, NoAdapters
 from loraplex.ops.triton_captured import CapturedOps

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import torch
 
-from loraplex.model.cuda.attention import MixedAttention, StepAttention
 from loraplex.model.cuda.graphs import AdapterWork, Report
 from loraplex.model.cuda.inputs import StepInputs
+from loraplex.model.cuda.step_attention import MixedAttention, StepAttention
 from loraplex.model.decoder import Decoder
 from loraplex.ops.interface import AdapterOps, NoAdapters
 from loraplex.ops.triton_captured import CapturedOps

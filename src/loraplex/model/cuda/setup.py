@@ -32,14 +32,14 @@ from loraplex.core.plan import (
     BatchPlan,
 )
 from loraplex.core.plan_check import PlanBounds
-from loraplex.model.cuda.attention import StepAttention
+from loraplex.model.cuda.cuda_executor import CudaExecutor
 from loraplex.model.cuda.draws import DeviceDraws
-from loraplex.model.cuda.executor import CudaExecutor
 from loraplex.model.cuda.graphs import DecodeGraphs, bucket_sizes
 from loraplex.model.cuda.heads import GreedyHead
 from loraplex.model.cuda.inputs import KvLengths, StepInputs
 from loraplex.model.cuda.pieces import PiecewiseSteps, row_buckets
-from loraplex.model.cuda.rope import RopeAppend, angle_table
+from loraplex.model.cuda.rope_append import RopeAppend, angle_table
+from loraplex.model.cuda.step_attention import StepAttention
 from loraplex.model.decoder import Decoder
 from loraplex.model.runner import MakeExecutor
 from loraplex.model.sampler import Sampler

@@ -1,0 +1,102 @@
+"""From a folder to a registered image: fetch, verify, hash, convert, store. Heavy, and never on the step loop.
+
+Specification: DESIGN 2 step 4, DESIGN 4 "Loading"; 0x01G.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from loraplex.artifact.convert import to_image
+from loraplex.artifact.identify import AdapterIdentity, identify
+from loraplex.artifact.read_artifact import load_adapter, require_executable
+from loraplex.artifact.record import Artifact, Method
+from loraplex.build.base_model import BaseModel
+from loraplex.catalog.artifacts import ArtifactStore
+from loraplex.catalog.sources import LocalSource, parse_source
+from loraplex.core.layout import AdapterImage, ObjectDemand, object_demand
+from loraplex.core.messages import RegisterAdapter
+from loraplex.images.disk_store import ImageStore
+
+EXECUTABLE = frozenset(Method) - {Method.ALORA}
+"""Methods that the operators execute: all but aLoRA, whose activation point requests do not carry yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAdapter:
+    """A verified adapter whose image lies in the store. register: the engine's message, with call id 0.
+
+    content: key of its files in the artifact store, None when they were read from a local folder.
+    """
+
+    identity: AdapterIdentity
+    method: str
+    ranks: tuple[int, ...]
+    targets: tuple[str, ...]
+    tensors_applied: int
+    tensors_total: int
+    modules: int
+    device_bytes: int
+    host_bytes: int
+    report: str
+    register: RegisterAdapter
+    content: str | None = None
+
+
+def prepare_adapter(path: str | os.PathLike[str], base: BaseModel, store: ImageStore) -> PreparedAdapter:
+    """Read, verify, hash and convert the adapter in `path`, and put its image into `store`.
+
+    Raises a `CallerError` of the `adapter_*` codes; then nothing was stored.
+    """
+    artifact = load_adapter(path, base.modules, base.tensors, served=base.dtype)
+    require_executable(artifact, EXECUTABLE)
+    image = to_image(artifact, base.geometry, base.dtype, base.abi, base.tensors)
+    store.put(image)
+    return PreparedAdapter(
+        identity=identify(artifact, base.abi),
+        method=artifact.method,
+        ranks=artifact.ranks,
+        targets=tuple(sorted({m.module.name.lower() for m in artifact.modules})),
+        tensors_applied=artifact.tensors_applied,
+        tensors_total=artifact.tensors_total,
+        modules=len(artifact.modules),
+        device_bytes=image.pages.nbytes,
+        host_bytes=artifact.nbytes,
+        report=artifact.report,
+        register=_register(artifact, image, object_demand(base.geometry, image.extents)),
+    )
+
+
+def prepare_source(
+    source: str | Path,
+    base: BaseModel,
+    store: ImageStore,
+    artifacts: ArtifactStore,
+    content: str | None = None,
+) -> PreparedAdapter:
+    """`prepare_adapter` for any source: a remote one is downloaded into `artifacts` first.
+
+    content: the key that its files must have there. Raises as `prepare_adapter` and `ArtifactStore.reading` do.
+    """
+    parsed = parse_source(os.fspath(source))
+    if isinstance(parsed, LocalSource):
+        return prepare_adapter(parsed.folder, base, store)
+    with artifacts.reading(parsed, content) as (folder, key):
+        return replace(prepare_adapter(folder, base, store), content=key)
+
+
+def _register(artifact: Artifact, image: AdapterImage, demand: ObjectDemand) -> RegisterAdapter:
+    ranks = Counter(m.rank for m in artifact.modules if m.rank)
+    return RegisterAdapter(
+        call_id=0,
+        key=image.key,
+        kernel_digest=image.kernel_digest,
+        pages=demand.pages,
+        size_class=demand.size_class,
+        ranks=tuple(sorted(ranks.items())),
+        modules=tuple(sorted({int(m.module) for m in artifact.modules})),
+        host_bytes=artifact.nbytes,
+    )

@@ -1,0 +1,5 @@
+"""`LLM`: the offline, in-process API, and what it may be given."""
+
+from loraplex.api.llm import LLM, RequestOutput, Sample
+
+__all__ = ["LLM", "RequestOutput", "Sample"]

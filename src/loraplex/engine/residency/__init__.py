@@ -1,0 +1,1 @@
+"""Which adapters are where: registration, loads, host images, wishes, and who gives pages up."""

@@ -1,0 +1,1 @@
+"""Host images of adapters: the store on disk, the file, the shared region, the loader process."""

@@ -1,0 +1,1 @@
+"""Processes: children, transport, supervision, engine and worker processes, the real clock, logs."""

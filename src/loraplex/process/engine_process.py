@@ -1,0 +1,135 @@
+"""The engine's process: builds an engine, steps it until told to end, reports to its parent.
+
+Run as `python -m loraplex.process.engine_process` by the supervisor, which sends one `EngineStart` and then reads
+`EngineReport`s. One thread runs Python here.
+
+Specification: DESIGN 4 "Processes".
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from loraplex.config import EngineConfig
+from loraplex.core.errors import LoraplexError
+from loraplex.core.ports import Clock, EventSink, Mailbox
+from loraplex.process.building import Failed, load_function
+from loraplex.process.child import END_SIGNAL, ChildGone, Parent
+from loraplex.process.clock import MonotonicClock
+from loraplex.process.event_stream import EventPublisher
+from loraplex.process.local import NullSink
+from loraplex.process.logs import configure_logging
+from loraplex.process.transport import ZmqMailbox
+
+BUILDER = "loraplex.build.engine_build:build_engine"
+
+
+class EngineStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an engine process is to do.
+
+    endpoint: where its mailbox listens. builder: `module:function`. events: where its events are read, if anywhere.
+    """
+
+    config: EngineConfig
+    endpoint: str
+    builder: str = BUILDER
+    log_level: str = "warning"
+    log_json: bool = False
+    events: str | None = None
+
+
+class EngineReady(msgspec.Struct, frozen=True, tag=True):
+    """The engine steps. info: what clients need to know of it."""
+
+    info: dict[str, Any]
+
+
+EngineReport = EngineReady | Failed
+
+START_DECODER: Final[msgspec.msgpack.Decoder[EngineStart]] = msgspec.msgpack.Decoder(EngineStart)
+REPORT_DECODER: Final[msgspec.msgpack.Decoder[EngineReport]] = msgspec.msgpack.Decoder(EngineReport)
+
+
+class Stepping(Protocol):
+    """The part of `engine.step.Engine` that its process drives."""
+
+    def step(self, wait: bool = False) -> bool:
+        """One iteration; with `wait`, blocks for a message when there is nothing to do."""
+        ...
+
+
+class Built(Protocol):
+    """What a builder returns."""
+
+    @property
+    def engine(self) -> Stepping:
+        """The engine."""
+        ...
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What clients need to know, as plain values."""
+        ...
+
+    @property
+    def close(self) -> Callable[[], None]:
+        """Lets go of devices and processes."""
+        ...
+
+
+Builder = Callable[[EngineConfig, Mailbox, Clock, EventSink], Built]
+
+
+def run(parent: Parent, start: EngineStart) -> int:
+    """Build and step until `END_SIGNAL`; the process's exit status."""
+    mailbox = ZmqMailbox(start.endpoint)
+    events = NullSink() if start.events is None else EventPublisher(start.events)
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        mailbox.wake()
+
+    signal.signal(END_SIGNAL, end)
+    built: Built | None = None
+    try:
+        builder: Builder = load_function(start.builder)
+        built = builder(start.config, mailbox, MonotonicClock(), events)
+        parent.send(EngineReady(built.info))
+        while not mailbox.closed:
+            built.engine.step(wait=True)
+            events.flush()
+    except LoraplexError as error:
+        logging.getLogger(__name__).error("%s", error)
+        parent.send(Failed.of(error))
+        return 1
+    except Exception as error:
+        logging.getLogger(__name__).exception("the engine's process failed")
+        parent.send(Failed.of(error))
+        return 1
+    finally:
+        if built is not None:
+            built.close()
+        events.close()
+        mailbox.close()
+    return 0
+
+
+def main() -> int:
+    """The child's entry."""
+    parent = Parent()
+    try:
+        start = parent.receive(START_DECODER)
+    except ChildGone:
+        return 1
+    configure_logging(start.log_level, as_json=start.log_json)
+    return run(parent, start)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

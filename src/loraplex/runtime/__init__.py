@@ -1,1 +1,0 @@
-"""Processes, transport, real clock and loader process: the real implementations of `core.ports`."""

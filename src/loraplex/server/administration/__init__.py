@@ -1,0 +1,1 @@
+"""Administering adapters over HTTP: registration at start, endpoints, and their client."""

@@ -1,0 +1,184 @@
+"""POST /v1/chat/completions: how a conversation is read, and how its answer looks.
+
+Specification: DESIGN 5 "HTTP".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from loraplex.core import limits
+from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.messages import TokenLogprobs
+from loraplex.core.request import SamplingParams
+from loraplex.server.answers import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    Delta,
+    event,
+)
+from loraplex.server.generation.generate import Generation, Piece, check_context, check_prompt, need_codec
+from loraplex.server.generation.logprobs import chat_logprobs
+from loraplex.server.generation.sampling_fields import sampling_params
+from loraplex.server.generation.serving import About, Prepared, serve
+from loraplex.server.routing import Call, encode_text
+from loraplex.server.wire import ChatRequest
+from loraplex.text.codec import TextCodec
+
+
+async def chat_completions(call: Call) -> None:
+    """Answer a conversation."""
+    await serve(call, Chat())
+
+
+class Chat:
+    """`serving.Endpoint` of conversations."""
+
+    prefix = "chatcmpl"
+    body = ChatRequest
+
+    async def prepare(self, call: Call, request: ChatRequest) -> Prepared:
+        """The conversation through the model's template."""
+        _check(request)
+        codec = need_codec(call.service, "messages")
+        given = [{"role": message.role, "content": message.text} for message in request.messages]
+        longest: int = call.service.engine_info["max_model_len"]
+        texts = [message["content"] for message in given]
+        ids = await encode_text(codec, texts, lambda: codec.chat(given), longest, "messages")
+        check_prompt(call.service, ids, "messages")
+        return Prepared(given, [ids], _parameters(call, request, len(ids)))
+
+    def rendering(
+        self, about: About, request: ChatRequest, prepared: Prepared, generation: Generation
+    ) -> ChatRendering:
+        """Chat's chunks and body."""
+        return ChatRendering(about, request, need_codec(about.call.service, "messages"), prepared, generation)
+
+
+def _check(request: ChatRequest) -> None:
+    if request.top_logprobs is not None and not request.logprobs:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST, "top_logprobs needs logprobs to be true", param="top_logprobs"
+        )
+    if request.top_logprobs is not None and not 0 <= request.top_logprobs <= limits.MAX_LOGPROBS:
+        raise CallerError(
+            ErrorCode.INVALID_SAMPLING,
+            f"top_logprobs must be from 0 to {limits.MAX_LOGPROBS}, got {request.top_logprobs}",
+            param="top_logprobs",
+        )
+    if None not in (request.max_tokens, request.max_completion_tokens) and (
+        request.max_tokens != request.max_completion_tokens
+    ):
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"max_tokens is {request.max_tokens} and max_completion_tokens is {request.max_completion_tokens}; give one",
+            param="max_completion_tokens",
+        )
+    if len(request.messages) > limits.MAX_MESSAGES:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"{len(request.messages)} messages were sent, the limit is {limits.MAX_MESSAGES}",
+            param="messages",
+        )
+    if not request.messages:
+        raise CallerError(ErrorCode.EMPTY_PROMPT, "messages is empty; give at least one", param="messages")
+
+
+def _parameters(call: Call, request: ChatRequest, prompt_tokens: int) -> SamplingParams:
+    """Without a limit of the request's own, the answer may be as long as the context leaves."""
+    given = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    if given is None:
+        check_context(call.service, prompt_tokens, 1, "messages")
+        given = call.service.engine_info["max_model_len"] - prompt_tokens
+    params = sampling_params(request, given, (request.top_logprobs or 0) if request.logprobs else None)
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    check_context(call.service, prompt_tokens, params.max_tokens, name)
+    return params
+
+
+class ChatRendering:
+    """`serving.Rendering` of conversations."""
+
+    def __init__(
+        self,
+        about: About,
+        request: ChatRequest,
+        codec: TextCodec,
+        prepared: Prepared,
+        generation: Generation,
+    ) -> None:
+        self._about = about
+        self._request = request
+        self._codec = codec
+        self._prepared = prepared
+        self._generation = generation
+        self._with_ids = bool(request.return_token_ids)
+
+    def opening(self) -> bytes:
+        """Each choice opens with its role."""
+        return b"".join(
+            self._event(ChatChoice(index=index, delta=Delta(role="assistant", content="")))
+            for index in range(self._prepared.params.n)
+        )
+
+    def chunk(self, piece: Piece) -> bytes:
+        """A delta of one choice."""
+        if not (piece.text or piece.finish_reason or piece.logprobs or (self._with_ids and piece.token_ids)):
+            return b""
+        choice = ChatChoice(
+            index=piece.choice,
+            delta=Delta(content=piece.text) if piece.text or not piece.finish_reason else Delta(),
+            logprobs=self._logprobs(piece.logprobs) if piece.logprobs else None,
+            finish_reason=piece.finish_reason,
+            token_ids=self._ids(piece.token_ids),
+        )
+        return self._event(choice)
+
+    def closing(self) -> bytes:
+        """Token counts, where they were asked for."""
+        if not self._about.wants_usage:
+            return b""
+        return event(
+            ChatCompletion(
+                object="chat.completion.chunk", **self._about.fields([]), usage=self._generation.usage()
+            )
+        )
+
+    def whole(self, parts: dict[int, list[Piece]]) -> msgspec.Struct:
+        """The answer with its messages."""
+        choices = [
+            ChatChoice(
+                index=index,
+                message=AssistantMessage("".join(piece.text for piece in pieces)),
+                logprobs=self._logprobs([entry for piece in pieces for entry in piece.logprobs]),
+                finish_reason=pieces[-1].finish_reason,
+                token_ids=self._ids([token for piece in pieces for token in piece.token_ids]),
+            )
+            for index, pieces in parts.items()
+        ]
+        return ChatCompletion(
+            object="chat.completion",
+            **self._about.fields(choices),
+            usage=self._generation.usage(),
+            prompt_token_ids=list(self._prepared.ids[0]) if self._with_ids else UNSET,
+        )
+
+    def _event(self, choice: ChatChoice) -> bytes:
+        usage = None if self._about.wants_usage else UNSET
+        return event(
+            ChatCompletion(object="chat.completion.chunk", **self._about.fields([choice]), usage=usage)
+        )
+
+    def _ids(self, ids: list[int]) -> Any:
+        return ids if self._with_ids else UNSET
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+        if not self._request.logprobs:
+            return None
+        return chat_logprobs(self._codec, entries, self._request.top_logprobs or 0)

@@ -1,0 +1,223 @@
+"""POST /v1/completions: how prompts are read, and how their answer looks.
+
+Specification: DESIGN 5 "HTTP".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from loraplex.core import limits
+from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.messages import TokenLogprobs
+from loraplex.core.request import SamplingParams
+from loraplex.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage, event
+from loraplex.server.generation.generate import Generation, Piece, check_context, check_prompt, need_codec
+from loraplex.server.generation.logprobs import CompletionScores, joined
+from loraplex.server.generation.sampling_fields import sampling_params
+from loraplex.server.generation.serving import About, Prepared, serve
+from loraplex.server.routing import Call, encode_text
+from loraplex.server.service import Service
+from loraplex.server.wire import CompletionRequest
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def completions(call: Call) -> None:
+    """Continue prompts."""
+    await serve(call, Completions())
+
+
+class Completions:
+    """`serving.Endpoint` of prompts."""
+
+    prefix = "cmpl"
+    body = CompletionRequest
+
+    async def prepare(self, call: Call, request: CompletionRequest) -> Prepared:
+        """The prompts as token ids."""
+        service, params, given = call.service, _parameters(request), _prompts(request.prompt)
+        if len(given) * params.n > limits.MAX_CHOICES:
+            raise CallerError(
+                ErrorCode.INVALID_REQUEST,
+                f"{len(given)} prompts of {params.n} samples make {len(given) * params.n} choices, "
+                f"the limit is {limits.MAX_CHOICES}",
+                param="n",
+            )
+        if params.stop_strings:
+            need_codec(service, "stop")
+        ids = [item if isinstance(item, list) else await _encoded(service, item) for item in given]
+        for prompt in ids:
+            check_prompt(service, prompt, "prompt")
+            check_context(service, len(prompt), params.max_tokens, "max_tokens")
+        _check_scores(sum(map(len, ids)), params)
+        return Prepared(given, ids, params)
+
+    def rendering(
+        self, about: About, request: CompletionRequest, prepared: Prepared, generation: Generation
+    ) -> CompletionRendering:
+        """The chunks and body of completions."""
+        return CompletionRendering(about, request, prepared, generation)
+
+
+def _check_scores(prompt_tokens: int, params: SamplingParams) -> None:
+    """Raise `invalid_request` where the prompts' log probabilities would be more than one answer holds."""
+    if params.prompt_logprobs is None:
+        return
+    scores = prompt_tokens * params.n * (params.prompt_logprobs + 1)
+    if scores > limits.MAX_PROMPT_LOGPROBS:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"{prompt_tokens} prompt tokens with {params.prompt_logprobs} alternatives in {params.n} samples make {scores} "
+            f"log probabilities, the limit is {limits.MAX_PROMPT_LOGPROBS}; send fewer prompts at a time or lower logprobs",
+            param="logprobs",
+        )
+
+
+async def _encoded(service: Service, text: str) -> list[int]:
+    codec = need_codec(service, "prompt")
+    longest: int = service.engine_info["max_model_len"]
+    return await encode_text(codec, [text], lambda: codec.encode(text), longest, "prompt")
+
+
+def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """The prompts in either of four forms: a text, texts, token ids, lists of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if kinds == {str}:
+        return list(prompt)
+    if kinds == {int}:
+        return [prompt]
+    if kinds == {list} and all({type(token) for token in item} <= {int} for item in prompt):
+        return list(prompt)
+    if not prompt:
+        raise CallerError(
+            ErrorCode.EMPTY_PROMPT, "the prompt has no tokens; give at least one", param="prompt"
+        )
+    raise CallerError(
+        ErrorCode.INVALID_REQUEST,
+        "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids",
+        param="prompt",
+    )
+
+
+def _parameters(request: CompletionRequest) -> SamplingParams:
+    echo_only = request.max_tokens == 0 and bool(request.echo)
+    given = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    top = request.logprobs
+    params = sampling_params(
+        request, max(given, 1) if echo_only else given, top, top if request.echo else None
+    )
+    if request.best_of not in (None, params.n):
+        raise CallerError(
+            ErrorCode.UNSUPPORTED_OPTION,
+            f"best_of is {request.best_of} and n is {params.n}; only equal values are supported",
+            param="best_of",
+        )
+    return params
+
+
+class CompletionRendering:
+    """`serving.Rendering` of prompts."""
+
+    def __init__(
+        self, about: About, request: CompletionRequest, prepared: Prepared, generation: Generation
+    ) -> None:
+        service = about.call.service
+        self._about = about
+        self._prepared = prepared
+        self._generation = generation
+        self._echoes = [_echo(service, item) for item in prepared.given] if request.echo else None
+        self._silent = request.max_tokens == 0
+        self._with_ids = bool(request.return_token_ids)
+        count = len(prepared.ids) * prepared.params.n
+        self._scores = (
+            None
+            if request.logprobs is None
+            else [CompletionScores(service.codec, request.logprobs) for _ in range(count)]
+        )
+        self._begun: set[int] = set()
+
+    def opening(self) -> bytes:
+        """Nothing: a choice begins with its first text."""
+        return b""
+
+    def chunk(self, piece: Piece) -> bytes:
+        """More text of one choice."""
+        choice = self._choice(piece)
+        news = choice.text or choice.finish_reason or choice.logprobs is not None
+        if not news and not (self._with_ids and choice.token_ids):
+            return b""
+        usage = None if self._about.wants_usage else UNSET
+        return event(Completion(**self._about.fields([choice]), usage=usage))
+
+    def closing(self) -> bytes:
+        """Token counts, where they were asked for."""
+        if not self._about.wants_usage:
+            return b""
+        return event(Completion(**self._about.fields([]), usage=self._usage()))
+
+    def _usage(self) -> Usage:
+        """Token counts; what was generated only to score a prompt does not count."""
+        return self._generation.usage(0 if self._silent else None)
+
+    def whole(self, parts: dict[int, list[Piece]]) -> msgspec.Struct:
+        """The answer with its texts."""
+        choices = [_merge([self._choice(piece) for piece in pieces]) for pieces in parts.values()]
+        return Completion(**self._about.fields(choices), usage=self._usage())
+
+    def _choice(self, piece: Piece) -> CompletionChoice:
+        index = piece.choice
+        prompt = index // self._prepared.params.n
+        first = index not in self._begun
+        self._begun.add(index)
+        text, ids, entries = piece.text, piece.token_ids, piece.logprobs
+        reason = piece.finish_reason
+        if self._silent:
+            text, ids, entries = "", [], []
+            reason = None if reason is None else "length"
+        if first and self._echoes is not None:
+            text = self._echoes[prompt] + text
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=self._logprobs(index, prompt, first, piece, entries),
+            finish_reason=reason,
+            token_ids=list(ids) if self._with_ids else UNSET,
+            prompt_token_ids=list(self._prepared.ids[prompt]) if first and self._with_ids else UNSET,
+        )
+
+    def _logprobs(
+        self, index: int, prompt: int, first: bool, piece: Piece, entries: Sequence[TokenLogprobs]
+    ) -> CompletionLogprobs | None:
+        if self._scores is None:
+            return None
+        scores = self._scores[index]
+        begin = [scores.first(self._prepared.ids[prompt][0])] if first and self._echoes is not None else []
+        added = scores.add([*piece.prompt_logprobs, *entries])
+        return joined([*begin, added]) if begin or added.tokens else None
+
+
+def _echo(service: Service, item: str | list[int]) -> str:
+    if isinstance(item, str):
+        return item
+    return "" if service.codec is None else service.codec.decode(item, skip_special=False)
+
+
+def _merge(parts: list[CompletionChoice]) -> CompletionChoice:
+    """One choice from its pieces."""
+    scored = [part.logprobs for part in parts if part.logprobs is not None]
+    last = parts[-1]
+    return CompletionChoice(
+        index=last.index,
+        text="".join(part.text for part in parts),
+        logprobs=joined(scored) if scored else None,
+        finish_reason=last.finish_reason,
+        token_ids=UNSET if last.token_ids is UNSET else [t for part in parts for t in part.token_ids or ()],
+        prompt_token_ids=parts[0].prompt_token_ids,
+    )

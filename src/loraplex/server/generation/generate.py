@@ -1,0 +1,298 @@
+"""Generation: a request's prompts and samples go to the engine together; their text comes back piece by piece.
+
+Owns the binding of a name to a revision for a request's life, stop strings, and the counting of tokens. Leaving a
+generation in any way withdraws what is still open, so that a client that went away costs no further step.
+
+Specification: DESIGN 2 (steps 2, 3, 11), DESIGN 4 "Text".
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import numpy as np
+
+from loraplex.core.errors import CallerError, ErrorCode, error_for
+from loraplex.core.messages import Ended, Submit, TokenBinding, TokenLogprobs, Tokens
+from loraplex.core.request import FinishReason, SamplingParams
+from loraplex.process.client import RequestGroup
+from loraplex.server.answers import Usage
+from loraplex.server.provenance import ChoiceSeen, Served
+from loraplex.server.service import Service
+from loraplex.server.wire import GenerationFields
+from loraplex.text.codec import Detokenizer, TextCodec
+from loraplex.text.engine_sampling import engine_sampling, prompt_seed
+
+_NS_PER_MS = 1_000_000
+_PRIORITY_BOUND = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a `model` field means. name: the base's, or `alias@revision`. key: semantic digest; None is the base.
+
+    served: the digests behind it, for the request's record.
+    """
+
+    name: str
+    key: str | None
+    digest: str
+    served: Served
+
+    @property
+    def fingerprint(self) -> str:
+        """Name and first digits of the digest: what was served, in one string."""
+        return f"{self.name if self.key is not None else 'base'}:{self.digest[:16]}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Response headers that say what was served."""
+        return {"x-loraplex-model": self.name, "x-loraplex-semantic-digest": self.digest}
+
+
+@asynccontextmanager
+async def bind_model(service: Service, name: str, tenant: str) -> AsyncIterator[ServedModel]:
+    """Resolve a tenant's `model` field once and hold what it means, ready in the engine. Raises `model_not_found`."""
+    if name == service.base_name:
+        base = str(service.engine_info["base_abi"])
+        generation = service.adapters.generation
+        yield ServedModel(name, None, base, Served(name, base, catalog_generation=generation))
+        return
+    async with service.adapters.serving(name, tenant) as revision:
+        served = Served(
+            revision.name,
+            revision.artifact.base,
+            revision.namespace,
+            revision.artifact.artifact,
+            revision.key,
+            service.adapters.kernel_of(revision.key),
+            service.adapters.generation,
+        )
+        yield ServedModel(revision.name, revision.key, revision.key, served)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to generate: for each prompt, `params.n` samples. Times in nanoseconds of the service's clock, 0 is none.
+
+    grammar: what every sample must follow, if anything.
+    """
+
+    request_id: str
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    tenant: str
+    priority: int
+    arrival_ns: int
+    deadline_ns: int
+    grammar: str | None = None
+
+
+def urgency(request: GenerationFields, arrival_ns: int) -> tuple[int, int]:
+    """Priority and deadline of a request. Raises `invalid_request` with the field."""
+    priority, limit_ms = request.priority or 0, request.ttft_deadline_ms
+    if not -_PRIORITY_BOUND <= priority < _PRIORITY_BOUND:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST, f"priority must fit into 32 bits, got {priority}", param="priority"
+        )
+    if limit_ms is not None and not 1 <= limit_ms <= 86_400_000:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"ttft_deadline_ms must be from 1 to a day's milliseconds, got {limit_ms}",
+            param="ttft_deadline_ms",
+        )
+    return priority, 0 if limit_ms is None else arrival_ns + limit_ms * _NS_PER_MS
+
+
+def check_prompt(service: Service, ids: Sequence[int], param: str) -> None:
+    """Raise unless the ids are a prompt that the model could read."""
+    vocab: int = service.engine_info["vocab_size"]
+    if not ids:
+        raise CallerError(ErrorCode.EMPTY_PROMPT, "the prompt has no tokens; give at least one", param=param)
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocab:
+        raise CallerError(
+            ErrorCode.TOKEN_OUT_OF_RANGE,
+            f"token id {high if high >= vocab else low} lies outside the vocabulary of {vocab}",
+            param=param,
+        )
+
+
+def check_context(service: Service, prompt_tokens: int, max_tokens: int, param: str) -> None:
+    """Raise `context_too_long` unless prompt and output fit."""
+    limit: int = service.engine_info["max_model_len"]
+    if prompt_tokens + max_tokens > limit:
+        raise CallerError(
+            ErrorCode.CONTEXT_TOO_LONG,
+            f"{prompt_tokens} prompt tokens and {max_tokens} output tokens make {prompt_tokens + max_tokens}, "
+            f"the context holds {limit}; shorten the prompt or lower {param}",
+            param=param,
+        )
+
+
+def need_codec(service: Service, param: str) -> TextCodec:
+    """The codec, or `tokenizer_missing` because `param` is text."""
+    if service.codec is None:
+        raise CallerError(
+            ErrorCode.TOKENIZER_MISSING,
+            f"{param} is text and the model folder has no tokenizer.json; send token ids to /v1/completions",
+            param=param,
+        )
+    return service.codec
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one read added to one choice."""
+
+    choice: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class _Choice:
+    """One sample on its way."""
+
+    def __init__(self, index: int, detokenizer: Detokenizer | None) -> None:
+        self.index = index
+        self.detokenizer = detokenizer
+        self.tokens = 0
+        self.over = False
+        self.finish_reason: str | None = None
+        self.binding: TokenBinding | None = None
+
+    def take(self, message: Tokens, piece: Piece) -> bool:
+        """Add tokens to `piece`; whether a stop string completed."""
+        count = len(message.token_ids)
+        self.binding = message.binding or self.binding
+        piece.prompt_logprobs += message.prompt_logprobs
+        stopped = False
+        if self.detokenizer is not None:
+            piece.text += self.detokenizer.push(message.token_ids)
+            at = self.detokenizer.stopped_at
+            if at is not None:
+                count, stopped = at + 1 - self.tokens, True
+        self.tokens += count
+        piece.token_ids += message.token_ids[:count]
+        piece.logprobs += message.logprobs[:count]
+        return stopped
+
+    def end(self, message: Ended, piece: Piece) -> None:
+        """Finish `piece` with what was held back. Raises the error with which the engine ended the request."""
+        if message.code is not None:
+            raise error_for(ErrorCode(message.code), message.message, param=message.param)
+        if self.detokenizer is not None:
+            piece.text += self.detokenizer.finish()
+        piece.finish_reason = message.finish_reason
+        if self.detokenizer is not None and self.detokenizer.stopped_at is not None:
+            piece.finish_reason = FinishReason.STOP.value
+
+
+class Generation:
+    """A job while it runs. Enter it to submit; leaving it withdraws what is still open."""
+
+    def __init__(self, service: Service, model: ServedModel, job: Job) -> None:
+        self._service = service
+        self._model = model
+        self._job = job
+        self._choices = [
+            _Choice(index, self._detokenizer(prompt))
+            for index, prompt in enumerate(prompt for prompt in job.prompts for _ in range(job.params.n))
+        ]
+        self._group: RequestGroup | None = None
+        self._sent: list[Submit] = []
+        self.first_token_ns = 0
+
+    def __enter__(self) -> Generation:
+        self._sent = self._submits()
+        self._group = self._service.client.submit(self._sent)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._group is not None:
+            self._group.abort()
+
+    @property
+    def served(self) -> Served:
+        """The digests behind the model that it was bound to."""
+        return self._model.served
+
+    def choices_seen(self) -> list[ChoiceSeen]:
+        """What became of each sample, for the request's record; empty when nothing was submitted."""
+        return [
+            ChoiceSeen(submit.sampling, choice.tokens, choice.finish_reason, choice.binding)
+            for submit, choice in zip(self._sent, self._choices, strict=False)
+        ]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(map(len, self._job.prompts))
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens generated so far in all choices, up to and with those that ended them."""
+        return sum(choice.tokens for choice in self._choices)
+
+    def usage(self, output_tokens: int | None = None) -> Usage:
+        """Token counts. output_tokens: instead of what was generated."""
+        output = self.output_tokens if output_tokens is None else output_tokens
+        return Usage(self.prompt_tokens, output, self.prompt_tokens + output)
+
+    async def read(self) -> list[Piece]:
+        """What arrived since the last read, one piece a choice, waiting for the first; empty when all is over."""
+        group = self._group
+        if group is None:
+            return []
+        pieces: dict[int, Piece] = {}
+        while not pieces and not group.done:
+            for index, message in await group.read():
+                choice = self._choices[index]
+                if choice.over:
+                    continue
+                piece = pieces.setdefault(index, Piece(index))
+                if isinstance(message, Ended):
+                    choice.end(message, piece)
+                    choice.over = True
+                    choice.finish_reason = piece.finish_reason
+                    continue
+                if message.token_ids and not self.first_token_ns:
+                    self.first_token_ns = self._service.clock.now_ns()
+                if choice.take(message, piece):
+                    choice.over = True
+                    choice.finish_reason = piece.finish_reason = FinishReason.STOP.value
+                    group.finish(index, choice.tokens)
+        return [pieces[index] for index in sorted(pieces)]
+
+    def _detokenizer(self, prompt: Sequence[int]) -> Detokenizer | None:
+        codec = self._service.codec
+        if codec is None:
+            return None
+        return Detokenizer(codec, self._job.params.stop_strings, context=prompt)
+
+    def _submits(self) -> list[Submit]:
+        job, ends = self._job, self._service.engine_info.get("eos_token_ids", ())
+        packed = [(np.array(ids, dtype="<i4").tobytes(), prompt_seed(job.params)) for ids in job.prompts]
+        return [
+            Submit(
+                request_id=f"{job.request_id}.{index}",
+                prompt=prompt,
+                sampling=engine_sampling(job.params, seed, sample, ends),
+                adapter=self._model.key,
+                tenant=job.tenant,
+                priority=job.priority,
+                arrival_ns=job.arrival_ns,
+                deadline_ns=job.deadline_ns,
+                grammar=job.grammar,
+            )
+            for index, ((prompt, seed), sample) in enumerate(itertools.product(packed, range(job.params.n)))
+        ]

@@ -1,0 +1,85 @@
+"""Log probabilities in OpenAI's two shapes. The engine's entries have the actual token first, then the top ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loraplex.core.messages import TokenLogprobs
+from loraplex.server.answers import (
+    LOGPROB_FLOOR,
+    ChatLogprobs,
+    CompletionLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
+from loraplex.text.codec import TextCodec
+
+
+def token_text(codec: TextCodec | None, token_id: int) -> str:
+    """A token for display; `token_id:N` without a tokenizer."""
+    return f"token_id:{token_id}" if codec is None else codec.token_text(token_id)
+
+
+def _finite(value: float) -> float:
+    return max(value, LOGPROB_FLOOR)
+
+
+class CompletionScores:
+    """Builds completions' log probabilities piece by piece; offsets go on from piece to piece."""
+
+    def __init__(self, codec: TextCodec | None, top: int) -> None:
+        """top: alternatives a position, 0 for none."""
+        self._codec = codec
+        self._top = top
+        self._offset = 0
+
+    def first(self, token_id: int) -> CompletionLogprobs:
+        """The first prompt token, which nothing predicts."""
+        text = token_text(self._codec, token_id)
+        at, self._offset = self._offset, self._offset + len(text)
+        return CompletionLogprobs([text], [None], [None] if self._top else None, [at])
+
+    def add(self, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+        """The next positions."""
+        out = CompletionLogprobs([], [], [] if self._top else None, [])
+        for entry in entries:
+            text = token_text(self._codec, entry.ids[0])
+            out.tokens.append(text)
+            out.token_logprobs.append(_finite(entry.values[0]))
+            out.text_offset.append(self._offset)
+            self._offset += len(text)
+            if out.top_logprobs is not None:
+                out.top_logprobs.append(self._alternatives(entry))
+        return out
+
+    def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
+        found: dict[str, float] = {}
+        pairs = list(zip(entry.ids, entry.values, strict=True))
+        for token_id, value in [*pairs[1 : self._top + 1], pairs[0]]:
+            found.setdefault(token_text(self._codec, token_id), _finite(value))
+        return found
+
+
+def joined(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
+    """Several pieces as one."""
+    tops = [part.top_logprobs for part in parts]
+    return CompletionLogprobs(
+        [token for part in parts for token in part.tokens],
+        [value for part in parts for value in part.token_logprobs],
+        None if any(top is None for top in tops) else [entry for top in tops for entry in top or ()],
+        [offset for part in parts for offset in part.text_offset],
+    )
+
+
+def chat_logprobs(codec: TextCodec, entries: Sequence[TokenLogprobs], top: int) -> ChatLogprobs:
+    """Entries in chat's shape. top: alternatives a position."""
+    return ChatLogprobs([_chat_entry(codec, entry, top) for entry in entries])
+
+
+def _chat_entry(codec: TextCodec, entry: TokenLogprobs, top: int) -> TokenLogprob:
+    listed = [
+        TopLogprob(codec.token_text(token_id), _finite(value), list(codec.token_bytes(token_id)))
+        for token_id, value in zip(entry.ids, entry.values, strict=True)
+    ]
+    actual = listed[0]
+    return TokenLogprob(actual.token, actual.logprob, actual.bytes, listed[1 : top + 1])

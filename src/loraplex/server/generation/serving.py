@@ -1,0 +1,171 @@
+"""What the two generation endpoints have in common: one request from its decoded fields to its last byte.
+
+An endpoint says how its prompts are read (`Endpoint.prepare`) and how its answer looks (`Rendering`); binding the model,
+holding to a format, submitting, streaming and counting are here, once.
+
+Specification: DESIGN 2 (steps 1, 2, 11), DESIGN 5 "HTTP".
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, assert_never
+
+import msgspec
+
+from loraplex.core import limits
+from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.request import SamplingParams
+from loraplex.server.generation.generate import Generation, Job, Piece, ServedModel, bind_model, urgency
+from loraplex.server.routing import Call, stream_pieces, until_disconnect
+from loraplex.server.wire import (
+    GenerationFields,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    ResponseFormat,
+    TextFormat,
+    decode,
+)
+from loraplex.text.grammars import schema_grammar
+
+R = TypeVar("R", bound=GenerationFields)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a request asks to have generated. given: the prompts in the caller's form, ids: as tokens."""
+
+    given: Sequence[Any]
+    ids: Sequence[Sequence[int]]
+    params: SamplingParams
+
+
+class Rendering(Protocol):
+    """The bytes and bodies of one answer."""
+
+    def opening(self) -> bytes:
+        """Events before the first token."""
+        ...
+
+    def chunk(self, piece: Piece) -> bytes:
+        """The event of a piece; nothing where it has no news."""
+        ...
+
+    def closing(self) -> bytes:
+        """Events after the last token."""
+        ...
+
+    def whole(self, parts: dict[int, list[Piece]]) -> msgspec.Struct:
+        """The body of an answer that is not streamed. parts: every choice's pieces, in order."""
+        ...
+
+
+class Endpoint(Protocol[R]):
+    """One path. prefix: of its ids. body: what it decodes."""
+
+    prefix: str
+    body: type[R]
+
+    async def prepare(self, call: Call, request: R) -> Prepared:
+        """Check the request's own fields and tokenise. Raises the typed error of what is wrong."""
+        ...
+
+    def rendering(self, about: About, request: R, prepared: Prepared, generation: Generation) -> Rendering:
+        """How the answer is written."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What every chunk of an answer says. model: as the caller named it."""
+
+    call: Call
+    id: str
+    model: str
+    served: ServedModel
+    wants_usage: bool
+
+    def fields(self, choices: list[Any]) -> dict[str, Any]:
+        """The fields that bodies and chunks share."""
+        return {
+            "id": self.id,
+            "created": self.call.created,
+            "model": self.model,
+            "choices": choices,
+            "system_fingerprint": self.served.fingerprint,
+        }
+
+
+async def serve(call: Call, endpoint: Endpoint[R]) -> None:
+    """Decode, check, generate and answer, until the client goes away."""
+    arrival = call.service.clock.now_ns()
+    request = decode(await call.exchange.body(), endpoint.body)
+    await until_disconnect(call, _serve(call, endpoint, request, arrival))
+
+
+async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int) -> None:
+    service, exchange = call.service, call.exchange
+    service.require_ready()
+    if request.stream_options is not None and not request.stream:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST, "stream_options needs stream to be true", param="stream_options"
+        )
+    priority, deadline = urgency(request, arrival_ns)
+    async with bind_model(service, request.model, call.caller.tenant) as model:
+        prepared = await endpoint.prepare(call, request)
+        grammar = await _grammar(call, request.response_format)
+        answer_id = f"{endpoint.prefix}-{exchange.request_id}"
+        job = Job(
+            f"{answer_id}.{next(call.site.serial)}", prepared.ids, prepared.params, call.caller.tenant, priority,
+            arrival_ns, deadline, grammar,
+        )  # fmt: skip
+        exchange.answer_headers |= model.headers
+        exchange.facts |= {"model": model.name, "stream": bool(request.stream)}
+        if service.config.log_prompts:
+            exchange.facts["prompt"] = logged(prepared.given)
+        options = request.stream_options
+        about = About(
+            call, answer_id, request.model, model, options is not None and bool(options.include_usage)
+        )
+        with Generation(service, model, job) as generation:
+            exchange.facts["generation"] = generation
+            rendering = endpoint.rendering(about, request, prepared, generation)
+            if request.stream:
+                await stream_pieces(call, generation, rendering.opening(), rendering.chunk, rendering.closing)
+            else:
+                await exchange.answer(rendering.whole(await _collect(generation)))
+
+
+def logged(given: Sequence[Any]) -> str:
+    """Prompts as one value of the access line, cut to what a line may hold."""
+    return msgspec.json.encode(list(given)).decode()[: limits.MAX_LOGGED_PROMPT_CHARS]
+
+
+async def _collect(generation: Generation) -> dict[int, list[Piece]]:
+    parts: dict[int, list[Piece]] = {}
+    while pieces := await generation.read():
+        for piece in pieces:
+            parts.setdefault(piece.choice, []).append(piece)
+    return dict(sorted(parts.items()))
+
+
+async def _grammar(call: Call, form: ResponseFormat | None) -> str | None:
+    """Grammar text of a response format; a schema is read in a thread, which lets go of the interpreter meanwhile."""
+    match form:
+        case None | TextFormat():
+            return None
+        case JsonObjectFormat():
+            schema: dict[str, Any] | bool = {"type": "object"}
+        case JsonSchemaFormat():
+            schema = form.json_schema.schema
+        case _:
+            assert_never(form)
+    if call.service.codec is None:
+        raise CallerError(
+            ErrorCode.TOKENIZER_MISSING,
+            "response_format needs a tokenizer, and the model folder has no tokenizer.json; leave it out",
+            param="response_format",
+        )
+    return await asyncio.to_thread(schema_grammar, schema)

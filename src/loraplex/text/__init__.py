@@ -1,0 +1,1 @@
+"""Text and token ids: tokenise, detokenise, stop strings, chat templates, grammars."""

@@ -1,0 +1,300 @@
+"""Text and token ids: tokenise, apply the chat template, detokenise piece by piece, and find stop strings.
+
+Lives in client processes; the engine sees ids only. Never imports torch. A folder without tokenizer.json has no codec
+and serves token ids.
+
+Specification: DESIGN 4 "Text".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+
+from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.text.chat_template import ChatTemplate
+
+_REPLACEMENT: Final = "\ufffd"
+_SPECIAL_ROLES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+SHORT_TEXT_CHARS: Final = 4096
+"""Texts up to here are tokenised in a few milliseconds; longer ones belong into a thread."""
+MAX_HELD_TOKENS: Final = 32
+"""Tokens that may wait for a character to complete. No character needs more; past it they are not text."""
+_CONTEXT_TOKENS: Final = 6
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """The byte behind each character of a byte-level vocabulary: printable Latin-1 stands for itself."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return {**table, **{chr(256 + index): byte for index, byte in enumerate(others)}}
+
+
+_BYTE_OF: Final = _bytes_of_characters()
+
+
+class TextCodec:
+    """A tokenizer with its end-of-sequence set and, where the model has one, its chat template.
+
+    eos_token_ids: ids that end a sequence. vocab_size: ids that the tokenizer knows, added ones included.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        eos_token_ids: Iterable[int],
+        bos_token: str | None,
+        template: ChatTemplate | None,
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._template = template
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._bos = bos_token
+        self._bos_id = None if bos_token is None else tokenizer.token_to_id(bos_token)
+        self._byte_level = "ByteLevel" in str(tokenizer.decoder)
+        # A normaliser may shorten a text, so that its length says nothing.
+        self._longest = None if tokenizer.normalizer is not None else max(map(len, tokenizer.get_vocab()))
+        self._added = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` can be called."""
+        return self._template is not None
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids of `text`. add_special: with what the model's tokenizer puts around it; a BOS is never doubled."""
+        if len(text) <= SHORT_TEXT_CHARS:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special)
+        else:  # a batch of one lets go of the interpreter meanwhile, which `encode` does not
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
+        ids: list[int] = encoding.ids
+        if (
+            add_special
+            and self._bos is not None
+            and text.startswith(self._bos)
+            and ids[:2] == [self._bos_id] * 2
+        ):
+            return ids[1:]
+        return ids
+
+    def surely_exceeds(self, text: str, tokens: int) -> bool:
+        """Whether `text` is too long for so many tokens whatever it says; False where only tokenising it would tell."""
+        return self._longest is not None and len(text) > tokens * self._longest
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant answers. The template alone decides about a BOS."""
+        if self._template is None:
+            raise CallerError(
+                ErrorCode.UNSUPPORTED_OPTION,
+                "the model has no chat template; use /v1/completions",
+                param="messages",
+            )
+        return self.encode(self._template.render(messages), add_special=False)
+
+    def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of `token_ids` as a whole; broken UTF-8 becomes U+FFFD."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token adds to a text; none for an id without a token."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        raw = self._tokenizer.id_to_token(token_id)
+        if raw is None:
+            return b""
+        if self._byte_level:
+            return bytes(_BYTE_OF[character] for character in raw if character in _BYTE_OF)
+        if len(raw) == 6 and raw.startswith("<0x") and raw.endswith(">"):
+            return bytes.fromhex(raw[3:5])
+        text = self.decode([token_id], skip_special=False)
+        return (" " + text if raw.startswith("\u2581") and not text.startswith(" ") else text).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """One token for display: its text, or `bytes:\\x..` where it is only a part of a character."""
+        data = self.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def load_tokenizer(folder: Path) -> TextCodec | None:
+    """The codec of a model folder; None without tokenizer.json. Unreadable files raise `config_invalid`."""
+    path = folder / "tokenizer.json"
+    if not os.path.isfile(path):
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise CallerError(ErrorCode.CONFIG_INVALID, f"{path} is not a tokenizer: {error}") from error
+    config = _json_object(folder / "tokenizer_config.json")
+    special = {role: text for role in _SPECIAL_ROLES if (text := _token_text(config.get(role))) is not None}
+    source = _template_source(folder, config)
+    template = None if source is None else ChatTemplate(source, special)
+    return TextCodec(tokenizer, _ends(folder, tokenizer, special), special.get("bos_token"), template)
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    if not os.path.isfile(path):
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CallerError(ErrorCode.CONFIG_INVALID, f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CallerError(ErrorCode.CONFIG_INVALID, f"{path} holds {type(value).__name__}, not an object")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token is written as its text or as an object with `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if os.path.isfile(path):
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CallerError(ErrorCode.CONFIG_INVALID, f"{path} is not readable text: {error}") from error
+    value = config.get("chat_template")
+    if isinstance(value, list):
+        value = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}.get(
+            "default"
+        )
+    return value if isinstance(value, str) else None
+
+
+def configured_ends(folder: Path) -> frozenset[int]:
+    """End-of-sequence ids of generation_config.json, else of config.json; empty where neither names one.
+
+    Raises `config_invalid` for what is neither an id nor a list of ids.
+    """
+    for name in ("generation_config.json", "config.json"):
+        value = _json_object(folder / name).get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID,
+                f"eos_token_id of {folder / name} must be an integer or a list, got {value!r}",
+            )
+        if ids:
+            return frozenset(ids)
+    return frozenset()
+
+
+def _ends(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> frozenset[int]:
+    """What the configuration says, then the tokenizer's own end token."""
+    configured = configured_ends(folder)
+    index = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    return configured if configured or index is None else frozenset({index})
+
+
+class Detokenizer:
+    """Turns a request's tokens into final text as they come.
+
+    Held back: characters whose bytes are incomplete, and the longest end that may become a stop string. What comes out
+    depends on the tokens only, not on how they were split over calls.
+
+    stopped_at: index of the token with which a stop string completed, None before. The text of the stop string and
+    all that follows it is not part of the output.
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        stop_strings: Sequence[str] = (),
+        skip_special: bool = True,
+        context: Sequence[int] = (),
+    ) -> None:
+        """context: tokens before the first one; some tokenizers write a word differently at the start of a text."""
+        self._codec = codec
+        self._stops = tuple(stop_strings)
+        self._skip = skip_special
+        self._dropped = codec.eos_token_ids if skip_special else frozenset()
+        self._window: list[int] = list(context[-_CONTEXT_TOKENS:])
+        self._shown = len(self._decode().rstrip(_REPLACEMENT))
+        self._read = len(self._window)
+        self._held = ""
+        self._count = 0
+        self.stopped_at: int | None = None
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Text that is final after these tokens."""
+        out = ""
+        for token in token_ids:
+            if self.stopped_at is not None:
+                break
+            if token not in self._dropped:
+                out += self._release(self._text_of(token), final=False)
+            self._count += 1
+        return out
+
+    def finish(self) -> str:
+        """What was still held back; incomplete characters become U+FFFD."""
+        if self.stopped_at is not None:
+            return ""
+        text = self._decode()[self._shown :]
+        self._shown += len(text)
+        return self._release(text, final=True)
+
+    def _decode(self) -> str:
+        return self._codec.decode(self._window, self._skip)
+
+    def _text_of(self, token: int) -> str:
+        """New complete characters. The window begins one step before what was shown last, so that its text is stable."""
+        self._window.append(token)
+        text = self._decode()
+        complete = text.rstrip(_REPLACEMENT)
+        if len(self._window) - self._read > MAX_HELD_TOKENS:
+            complete = text
+        new = complete[self._shown :]
+        if not new:
+            return ""
+        self._shown = len(complete)
+        if len(complete) == len(text):
+            self._window = self._window[self._read :]
+            self._read = len(self._window)
+            self._shown = len(self._decode())
+        return new
+
+    def _release(self, text: str, *, final: bool) -> str:
+        """Add `text`; give back what no stop string can reach any more."""
+        self._held += text
+        hit = self._first_stop()
+        if hit is not None:
+            out, self._held = self._held[:hit], ""
+            self.stopped_at = max(self._count - (1 if final else 0), 0)
+            return out
+        keep = 0 if final else self._stop_prefix()
+        cut = len(self._held) - keep
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out
+
+    def _first_stop(self) -> int | None:
+        """Where the stop string begins that completes first; of two that complete together, the longer one."""
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        return min(found)[1] if found else None
+
+    def _stop_prefix(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = 0
+        for stop in self._stops:
+            for size in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest

@@ -1,0 +1,137 @@
+"""Pins that follow their alias, shadow copies before publication, revocation, limits; and what failures leave."""
+
+from __future__ import annotations
+
+import pytest
+from tests.adapters.test_adapters import Engine, Preparing, key, run
+
+from loraplex.adapters.manager import AdapterService
+from loraplex.core.errors import CallerError, CapacityError, ErrorCode
+from loraplex.core.messages import LoadAdapter, PinAdapter, RevokeAdapter, SetLimits
+
+FULL = CapacityError(ErrorCode.POOL_EXHAUSTED, "no room beside the old revision")
+
+
+def pins(engine: Engine) -> list[tuple[str, bool]]:
+    return [(m.key, m.pinned) for m in engine.asked if isinstance(m, PinAdapter)]
+
+
+def test_the_new_revision_is_beside_the_old_one_before_the_alias_moves() -> None:
+    async def test(service: AdapterService, engine: Engine, _: Preparing) -> None:
+        await service.add("a", "x")
+        await service.swap("a", "y")
+        loads = [m for m in engine.asked if isinstance(m, LoadAdapter)]
+        assert [(m.key, m.beside) for m in loads] == [(key("y"), key("x"))]
+
+    run(test)
+
+
+def test_a_swap_without_room_is_refused_and_leaves_nothing_unless_it_drains() -> None:
+    async def test(service: AdapterService, engine: Engine, _: Preparing) -> None:
+        await service.add("a", "x")
+        await service.pin("a")
+
+        call = engine.call
+
+        async def full(message: object) -> dict[str, object]:
+            answer = await call(message)
+            if isinstance(message, LoadAdapter):
+                raise FULL
+            return answer
+
+        engine.call = full  # type: ignore[method-assign]
+        with pytest.raises(CapacityError, match="no room"):
+            await service.swap("a", "y")
+        assert service.resolve("a").revision == 1
+        assert engine.sent == [("+", key("x")), ("+", key("y")), ("-", key("y"))]
+        assert pins(engine) == [(key("x"), True), (key("y"), True), (key("y"), False)]
+        assert (await service.swap("a", "y", drain=True)).revision == 2
+        assert pins(engine)[3:] == [(key("x"), False), (key("y"), True)]
+        await service.settled()
+        assert engine.sent[-1] == ("-", key("x"))
+
+    run(test)
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_what_the_engine_refuses_after_a_publication_does_not_undo_it(
+    drain: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(service: AdapterService, engine: Engine, _: Preparing) -> None:
+        await service.add("a", "x")
+        await service.pin("a")
+        call = engine.call
+
+        async def refusing(message: object) -> dict[str, object]:
+            answer = await call(message)
+            if isinstance(message, PinAdapter) and message.pinned is drain:
+                raise FULL
+            return answer
+
+        engine.call = refusing  # type: ignore[method-assign]
+        new = await service.swap("a", "y", drain=drain)
+        assert service.resolve("a") == new
+        assert service.catalog.store.revision("default", "a", 2) == new
+        await service.settled()
+        assert engine.sent == [("+", key("x")), ("+", key("y")), ("-", key("x"))]
+        assert service.controls.pinned(("default", "a")) is not drain
+        assert "could not follow" in caplog.text
+
+    run(test)
+
+
+def test_a_pin_follows_its_alias_and_ends_with_it() -> None:
+    async def test(service: AdapterService, engine: Engine, _: Preparing) -> None:
+        await service.add("a", "x")
+        await service.add("b", "x")
+        await service.pin("a")
+        await service.pin("a")
+        await service.pin("b")
+        assert pins(engine) == [(key("x"), True)] * 2  # once for each name
+        await service.swap("a", "y")
+        assert pins(engine)[2:] == [(key("y"), True), (key("x"), False)]
+        await service.swap("a", "y#same")
+        await service.remove("a")
+        assert pins(engine)[4:] == [(key("y"), False)]
+        await service.unpin("b")
+        await service.unpin("b")
+        assert pins(engine)[5:] == [(key("x"), False)]
+
+    run(test)
+
+
+def test_revocation_takes_every_name_and_is_remembered() -> None:
+    async def test(service: AdapterService, engine: Engine, _: Preparing) -> None:
+        for alias in ("a", "b"):
+            await service.add(alias, "x")
+        await service.add("c", "y")
+        await service.pin("b")
+        assert {revision.name for revision in await service.revoke("a")} == {"a@1", "b@1"}
+        assert [m.key for m in engine.asked if isinstance(m, RevokeAdapter)] == [key("x")]
+        assert [revision.name for revision in service] == ["c@1"]
+        for change in (service.add("a", "x"), service.swap("c", "x"), service.put("d", "x")):
+            with pytest.raises(CallerError) as refused:
+                await change
+            assert refused.value.code is ErrorCode.ADAPTER_REVOKED
+        assert (await service.add("a", "z")).name == "a@2"
+
+    run(test)
+
+
+def test_a_restarted_engine_gets_limits_and_pins_back() -> None:
+    async def test(service: AdapterService, engine: Engine, _: Preparing) -> None:
+        await service.add("a", "x")
+        await service.add("b", "y")
+        await service.pin("a")
+        await service.pin("b")
+        await service.controls.set_limits(adapter_pages=7)
+        await service.controls.set_limits(host_bytes=9)
+        engine.asked.clear()
+        engine.refuse[key("y")] = CapacityError(ErrorCode.POOL_EXHAUSTED, "not now")
+        assert set(await service.restore()) == {"b"}
+        assert [m for m in engine.asked if isinstance(m, SetLimits)] == [SetLimits(0, 7, None, 9)]
+        assert pins(engine) == [(key("x"), True), (key("y"), True)]
+        assert service.controls.pinned(("default", "a"))
+        assert not service.controls.pinned(("default", "b"))
+
+    run(test)
