@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from tests.e2e.judge import CONFIGS, check_greedy, open_llm, prompt
 
-from loraplex import LLM, SamplingParams, api
+from loraplex import LLM, SamplingParams
+from loraplex.api import llm as api
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode
 from loraplex.core.messages import EngineCall, PinAdapter
 

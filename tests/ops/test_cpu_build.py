@@ -51,16 +51,16 @@ def test_the_second_build_finds_the_first(tmp_path: Path) -> None:
 def test_another_source_flag_or_processor_is_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
     before = compiled.fingerprint("g++ 1")
     assert compiled.fingerprint("g++ 2") != before
-    monkeypatch.setattr(compile, "processor", lambda: "another")
+    monkeypatch.setattr(compiled, "processor", lambda: "another")
     assert compiled.fingerprint("g++ 1") != before
     monkeypatch.undo()
-    monkeypatch.setattr(compile, "COMPILE_FLAGS", (*compiled.COMPILE_FLAGS, "-g"))
+    monkeypatch.setattr(compiled, "COMPILE_FLAGS", (*compiled.COMPILE_FLAGS, "-g"))
     assert compiled.fingerprint("g++ 1") != before
     monkeypatch.undo()
-    monkeypatch.setattr(compile, "HEADERS", compiled.HEADERS[:2])
+    monkeypatch.setattr(compiled, "HEADERS", compiled.HEADERS[:2])
     assert compiled.fingerprint("g++ 1") != before
     monkeypatch.undo()
-    monkeypatch.setattr(compile, "UNITS", {**compiled.UNITS, "lora_cpu.cpp": "-ffp-contract=off"})
+    monkeypatch.setattr(compiled, "UNITS", {**compiled.UNITS, "lora_cpu.cpp": "-ffp-contract=off"})
     assert compiled.fingerprint("g++ 1") != before
 
 
@@ -91,12 +91,12 @@ def test_plainer_processors_compute_the_same_function(
     flag, expected = level
     native = compiled.library()
     assert native is not None
-    monkeypatch.setattr(compile, "COMPILE_FLAGS", (*compiled.COMPILE_FLAGS, flag))
+    monkeypatch.setattr(compiled, "COMPILE_FLAGS", (*compiled.COMPILE_FLAGS, flag))
     # Every dtype uses the same file, so it is built once for each flag and not once for each test.
     folder = tmp_path.parent / flag.strip("-").replace("=", "_")
     plain = compiled.load(compiled.build(folder))
     assert plain.vector_level <= expected
-    monkeypatch.setattr(compile, "_loaded", lambda: plain)
+    monkeypatch.setattr(compiled, "_loaded", lambda: plain)
     world = random_world(31, dtype, 5, [1, 4, 9, 16])
     for prefills, decodes in PLANS.values():
         check(world, make_plan(prefills, decodes), "cpu_kernel")
