@@ -10,7 +10,7 @@ from tests.engine.test_constraints import Chains, chained
 from loraplex.engine.admission import MAX_SKIPS
 from loraplex.engine.deltas import digest_words
 from loraplex.engine.request_state import Phase
-from loraplex.engine.residency import hosting, pressure
+from loraplex.engine.residency import hosting, transitions
 from loraplex.sim.tokens import adapter_number
 
 LATE = 20
@@ -44,7 +44,7 @@ def test_the_pause_before_a_retry_is_no_busy_one_and_makes_nobody_wait(depth: in
     rig.run()
     state = rig.engine.state
     entry = state.adapters["a"]
-    pressure.evict(state, entry)
+    transitions.evict(state, entry)
     rig.run()
     if failing == "fetch":
         hosting.drop(state, digest)

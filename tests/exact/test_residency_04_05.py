@@ -97,12 +97,11 @@ class Sixteen:
         offered = [
             Candidate(PageClass.ADAPTER, e.key, e.page_count, 1, e.last_touch)
             for e in (self.a, self.b, self.c)
-            if eviction.eligible(e, completed_launch=0)
+            if eviction.evictable(e, completed_launch=0)
         ]
-        chosen = eviction.choose(
-            offered, needed, now=2, ranking=eviction.rank_lru, held={PageClass.ADAPTER: 8}, floors={}
-        )
-        return None if chosen is None else [candidate.key for candidate in chosen]
+        order = eviction.ranked(offered, eviction.by_last_touch, 2)
+        covered = eviction.cover(order, needed, held={PageClass.ADAPTER: 8}, floors={})
+        return [candidate.key for candidate in covered.taken] if covered.enough else None
 
     def begin_tx7(self, demand: Demand) -> Transaction:
         self.b.move(AdapterState.RETIRING)
@@ -240,7 +239,7 @@ def test_recovery_is_a_transaction(depth: int) -> None:
     rig.assert_answered("d0")
     assert seen == [8, 5, 8, 5]
     assert state.pool.free + entry.page_count == 8
-    assert eviction.eligible(entry, state.committed)
+    assert eviction.evictable(entry, state.committed)
     (first, *_), (second, *_) = attempts
     assert second > first  # a new attempt has a new number, and another generation of the slot
     assert attempts[1][1:] != attempts[0][1:]

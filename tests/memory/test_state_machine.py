@@ -90,7 +90,7 @@ class Memory(RuleBasedStateMachine):
         """What could give pages, by name: adapters with pages, and slabs whose every adapter may go."""
 
         def may_go(one: AdapterEntry) -> bool:
-            return one is not entry and eviction.eligible(one, self.launch)
+            return one is not entry and eviction.evictable(one, self.launch)
 
         out = {e.key: [e] for e in self.entries.values() if not e.size_class and may_go(e)}
         for page in sorted(self.model.slabs - {spared}):
@@ -111,7 +111,7 @@ class Memory(RuleBasedStateMachine):
         spared = self.pool.slabs.next_page(size_class) if size_class else 0
         donors = [
             e for e in self.entries.values()
-            if size_class and not spared and e.size_class == size_class and eviction.eligible(e, self.launch)
+            if size_class and not spared and e.size_class == size_class and eviction.evictable(e, self.launch)
         ]  # fmt: skip
         first: list[AdapterEntry] = []
         if overwrite and donors:
@@ -123,15 +123,17 @@ class Memory(RuleBasedStateMachine):
             for name, es in sources.items()
         ]  # fmt: skip
         reclaimable = sum(candidate.pages for candidate in offered)
-        chosen = eviction.choose(
-            offered, max(demand.required - self.pool.free, 0), now=self.launch, ranking=eviction.rank_lru,
-            held={PageClass.ADAPTER: sum(self.model.adapters.values()) + len(self.model.slabs)}, floors={},
-        )  # fmt: skip
-        assert (chosen is not None) == admissible(demand, self.model.free, reclaimable)
-        if chosen is None:
+        chosen = eviction.cover(
+            eviction.ranked(offered, eviction.by_last_touch, self.launch),
+            max(demand.required - self.pool.free, 0),
+            held={PageClass.ADAPTER: sum(self.model.adapters.values()) + len(self.model.slabs)},
+            floors={},
+        )
+        assert chosen.enough == admissible(demand, self.model.free, reclaimable)
+        if not chosen.enough:
             assert first or Transaction.reserve(999, self.pool, demand) is None
             return
-        victims = first + [e for candidate in chosen for e in sources[candidate.key]]
+        victims = first + [e for candidate in chosen.taken for e in sources[candidate.key]]
         gone = {block for block, owner in self.model.blocks.items() if owner in [v.key for v in victims]}
         for victim in victims:
             assert not victim.refcount
@@ -151,7 +153,7 @@ class Memory(RuleBasedStateMachine):
         # The copy takes free pages first, or the victims' where it is told to overwrite; KV takes free ones first.
         free = self.model.free
         taken = {victim.key: self.model.adapters.pop(victim.key, 0) for victim in victims}
-        reclaimed = sum(candidate.pages for candidate in chosen)
+        reclaimed = sum(candidate.pages for candidate in chosen.taken)
         copied = max(demand.adapter - reclaimed, 0) if overwrite else min(demand.adapter, free)
         drawn = copied + min(kv, free - copied)
         for block in gone:
@@ -302,7 +304,9 @@ class Memory(RuleBasedStateMachine):
     @precondition(lambda self: any(owner in self.entries for owner in self.model.blocks.values()))
     @rule(pick=st.integers(0, 9))
     def evict_a_small_one(self, pick: int) -> None:
-        idle = [e for e in self.entries.values() if e.block is not None and eviction.eligible(e, self.launch)]
+        idle = [
+            e for e in self.entries.values() if e.block is not None and eviction.evictable(e, self.launch)
+        ]
         if not idle:
             return
         entry = idle[pick % len(idle)]

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loraplex.engine import admission, commit, growth, integrity, launch
+from loraplex.engine import admission, commit, endings, growth, integrity, launch
 from loraplex.engine.deltas import PendingDeltas
-from loraplex.engine.residency import load_failures, loads, pressure
+from loraplex.engine.residency import load_failures, loads, transitions
 from loraplex.engine.state import EngineState
 from loraplex.memory import eviction
 from loraplex.memory.host import HostTier
@@ -122,11 +122,11 @@ def pages_are_reused_while_a_launch_names_them(patch: Patch) -> None:
     def settle(state: EngineState, record: Any) -> None:
         if record.slot >= 0:
             state.table.inflight[record.slot] = 0
-            state.release_slot(record)
+            endings.release_slot(state, record)
         if record.revision is not None and record.revision.open:
             record.revision.release()
 
-    patch.setattr(EngineState, "settle", settle)
+    patch.setattr(endings, "settle", settle)
     patch.setattr(eviction, "reusable", lambda *_, **__: True)
 
 
@@ -206,11 +206,11 @@ def a_rollback_keeps_its_block(patch: Patch) -> None:
 # ---------------------------------------------------------------- eviction and leases
 
 
-def _eligible_without(name: str) -> Callable[[Patch], None]:
+def _evictable_without(name: str) -> Callable[[Patch], None]:
     def apply(patch: Patch) -> None:
-        real = eviction.eligible
+        real = eviction.evictable
 
-        def eligible(entry: AdapterEntry, completed: int) -> bool:
+        def evictable(entry: AdapterEntry, completed: int) -> bool:
             value = getattr(entry, name)
             setattr(entry, name, 0)
             try:
@@ -218,15 +218,15 @@ def _eligible_without(name: str) -> Callable[[Patch], None]:
             finally:
                 setattr(entry, name, value)
 
-        patch.setattr(eviction, "eligible", eligible)
-        patch.setattr(eviction, "EVICTABLE", frozenset({*eviction.EVICTABLE, "active"}))
+        patch.setattr(eviction, "evictable", evictable)
+        patch.setattr(eviction, "UNLEASED", frozenset({*eviction.UNLEASED, "active"}))
 
     return apply
 
 
-mutant("stale_generation", "residency", "discards", "crash", "equal_output")(_eligible_without("refcount"))
+mutant("stale_generation", "residency", "discards", "crash", "equal_output")(_evictable_without("refcount"))
 MUTANTS[-1] = Mutant("eviction_ignores_leases", MUTANTS[-1].apply, MUTANTS[-1].expected)
-mutant("pins")(_eligible_without("pin_count"))
+mutant("pins")(_evictable_without("pin_count"))
 MUTANTS[-1] = Mutant("eviction_ignores_pins", MUTANTS[-1].apply, MUTANTS[-1].expected)
 
 
@@ -244,7 +244,7 @@ def a_slot_lease_does_not_count(patch: Patch) -> None:
 
     patch.setattr(SlotLease, "take", staticmethod(take))
     patch.setattr(SlotLease, "release", release)
-    patch.setattr(eviction, "EVICTABLE", frozenset({*eviction.EVICTABLE, "active"}))
+    patch.setattr(eviction, "UNLEASED", frozenset({*eviction.UNLEASED, "active"}))
 
 
 @mutant("liveness", "leases")
@@ -277,7 +277,7 @@ def a_revision_lease_does_not_count(patch: Patch) -> None:
 
 @mutant("revision_lease")
 def a_request_binds_what_its_name_means_now(patch: Patch) -> None:
-    real = EngineState.take_slot_lease
+    real = transitions.take_slot_lease
 
     def take(state: EngineState, record: Any) -> SlotLease:
         entry = record.revision.entry
@@ -289,7 +289,7 @@ def a_request_binds_what_its_name_means_now(patch: Patch) -> None:
         finally:
             record.revision.entry = entry
 
-    patch.setattr(EngineState, "take_slot_lease", take)
+    patch.setattr(transitions, "take_slot_lease", take)
 
 
 @mutant("liveness", "revision_lease", "stale_generation", "publication", "discards")
@@ -335,14 +335,14 @@ def those_who_wait_for_a_load_are_forgotten(patch: Patch) -> None:
 
 @mutant("residency")
 def a_state_changes_without_its_event(patch: Patch) -> None:
-    real, calls = EngineState.note_move, [0]
+    real, calls = transitions.note_move, [0]
 
     def note_move(state: EngineState, entry: AdapterEntry, before: Any) -> None:
         calls[0] += 1
         if calls[0] % 5:
             real(state, entry, before)
 
-    patch.setattr(EngineState, "note_move", note_move)
+    patch.setattr(transitions, "note_move", note_move)
 
 
 @mutant("crash", "typed_end", "engine", kinds=("duplicate_completion",))
@@ -395,26 +395,26 @@ def samples_return_in_another_order(patch: Patch) -> None:
 
 @mutant("ends_once")
 def a_request_ends_twice(patch: Patch) -> None:
-    real = EngineState.end
+    real = endings.end
 
     def end(state: EngineState, record: Any, **how: Any) -> None:
         before = len(state.outbox)
         real(state, record, **how)
         state.outbox.extend(state.outbox[before:])
 
-    patch.setattr(EngineState, "end", end)
+    patch.setattr(endings, "end", end)
 
 
 @mutant("liveness")
 def an_end_is_not_told(patch: Patch) -> None:
-    real = EngineState.end
+    real = endings.end
 
     def end(state: EngineState, record: Any, **how: Any) -> None:
         before = len(state.outbox)
         real(state, record, **how)
         del state.outbox[before:]
 
-    patch.setattr(EngineState, "end", end)
+    patch.setattr(endings, "end", end)
 
 
 @mutant("liveness", "discards", "equal_output", "crash", "engine", kinds=("failed_step", "stale_plan"))
@@ -455,7 +455,7 @@ def a_preempted_request_keeps_its_pages(patch: Patch) -> None:
 def an_evicted_adapter_keeps_its_pages(patch: Patch) -> None:
     def reclaim(state: EngineState, entry: AdapterEntry) -> None:
         entry.pages = entry.pages[:0]
-        pressure.unpublish(state, entry)
+        transitions.unpublish(state, entry)
         state.host.let_go(entry.kernel_digest)
 
-    patch.setattr(pressure, "reclaim", reclaim)
+    patch.setattr(transitions, "reclaim", reclaim)

@@ -13,13 +13,13 @@ from typing import Final
 
 from loraplex.core.errors import CapacityError, ErrorCode, LoraplexError
 from loraplex.core.events import RequestAdmitted
-from loraplex.engine import constraints
+from loraplex.engine import constraints, endings
 from loraplex.engine.request_state import LoadJob, Phase, Purpose, RequestRecord
-from loraplex.engine.residency import hosting, loads, pressure
+from loraplex.engine.residency import feasibility, hosting, loads, room, transitions, victims
 from loraplex.engine.state import EngineState
 from loraplex.memory.residency import AdapterEntry
 from loraplex.memory.transaction import Demand, Transaction
-from loraplex.schedule.predicates import Readiness, eligible, load_eligible, readiness
+from loraplex.schedule.predicates import Readiness, eligible, loadable, readiness
 from loraplex.schedule.queue import Ticket
 
 LOOKAHEAD: Final = 64
@@ -92,16 +92,16 @@ def _try(state: EngineState, record: RequestRecord) -> Outcome:
     if ready is Readiness.LOADING:
         return Outcome.PARKED
     demand = demand_of(state, record, ready)
-    refusal = pressure.impossible(state, entry, demand.kv_initial)
+    refusal = feasibility.impossible(state, entry, demand.kv_initial)
     if refusal is not None:
         return _refuse(state, record, refusal)
     if entry is not None and ready is not Readiness.READY:
         return _try_cold(state, record, entry, demand, ready)
-    missing = demand.required - state.pool.free
-    reclaimable = pressure.reclaimable_pages(state, entry) if missing > 0 else 0
-    if not eligible(ready, state.table.free_slots, demand, state.pool.free, reclaimable):
+    missing = demand.required - state.available_pages
+    reclaimable = victims.reclaimable_pages(state, entry) if missing > 0 else 0
+    if not eligible(ready, state.table.free_slots, demand, state.available_pages, reclaimable):
         return Outcome.BLOCKED
-    if missing > 0 and not pressure.evict_for(state, missing, entry):
+    if missing > 0 and not room.evict_for(state, missing, entry):
         return Outcome.BLOCKED
     record.transaction = Transaction.reserve(state.next_transaction(), state.pool, demand)
     if record.transaction is None:
@@ -131,9 +131,9 @@ def _try_cold(
         return Outcome.PARKED
     if state.clock.now_ns() < entry.retry_at_ns:
         return Outcome.EARLY  # how many steps its pause lasts says nothing of pages, and must decide nothing
-    if ready is Readiness.ABSENT or not load_eligible(entry):
+    if ready is Readiness.ABSENT or not loadable(entry):
         return Outcome.SKIPPED
-    transaction = pressure.reserve(state, demand, entry, evicting=True)
+    transaction = room.take(state, demand, entry)
     if transaction is None:
         return Outcome.SKIPPED
     record.transaction = transaction
@@ -143,7 +143,7 @@ def _try_cold(
 
 
 def _refuse(state: EngineState, record: RequestRecord, error: LoraplexError) -> Outcome:
-    state.end(record, error=error)
+    endings.end(state, record, error=error)
     return Outcome.GONE
 
 
@@ -154,7 +154,7 @@ def demand_of(state: EngineState, record: RequestRecord, ready: Readiness) -> De
     horizon = min(state.limits.growth_horizon, max(record.remaining_outputs - 1, 0))
     cold = record.entry if ready is not Readiness.READY else None
     growth = kv.pages_for(known + horizon) - initial
-    return pressure.demand(state, cold, initial, growth, len(state.by_slot))
+    return room.demand(state, cold, initial, growth, len(state.by_slot))
 
 
 def bind(state: EngineState, record: RequestRecord) -> None:
@@ -168,9 +168,7 @@ def bind(state: EngineState, record: RequestRecord) -> None:
     transaction.close()
     record.transaction = None
     if record.revision is not None:
-        lease = state.take_slot_lease(record)
-        if lease.entry.prefetched:
-            pressure.note_prefetch(state, lease.entry, used=True)
+        lease = transitions.take_slot_lease(state, record)
         table.adapter_slot[slot], table.adapter_generation[slot] = lease.slot, lease.generation
     table.logprobs[slot] = sampling.logprobs
     table.prompt_logprobs[slot] = sampling.prompt_logprobs

@@ -13,7 +13,7 @@ from loraplex.core.messages import TokenBinding, TokenLogprobs, Tokens
 from loraplex.core.packed import I32, bits_float
 from loraplex.core.plan import BatchPlan, StepResult
 from loraplex.core.request import FinishReason
-from loraplex.engine import admission, constraints, growth
+from loraplex.engine import admission, constraints, endings, growth
 from loraplex.engine.request_state import Phase, RequestRecord
 from loraplex.engine.residency import loads
 from loraplex.engine.state import EngineState, Flight
@@ -43,7 +43,8 @@ def apply_result(state: EngineState, flight: Flight, result: StepResult) -> None
     _commit_tokens(state, flight, result, faulty, scored)
     for slot in faulty:
         record = state.by_slot[slot]
-        state.end(
+        endings.end(
+            state,
             record,
             error=InternalFault(ErrorCode.NUMERIC_FAULT, "the model produced logits that are not finite"),
         )
@@ -172,11 +173,11 @@ def _count_output(state: EngineState, record: RequestRecord, token: int) -> None
         state.emit(FirstToken(now, record.request_id, now - record.arrival_ns))
     complete = constraints.accept(state, record, token)
     if token in record.stop_ids:
-        state.end(record, reason=FinishReason.STOP, stop_token=token)
+        endings.end(state, record, reason=FinishReason.STOP, stop_token=token)
     elif complete:
-        state.end(record, reason=FinishReason.STOP)
+        endings.end(state, record, reason=FinishReason.STOP)
     elif record.outputs >= record.sampling.max_tokens:
-        state.end(record, reason=FinishReason.LENGTH)
+        endings.end(state, record, reason=FinishReason.LENGTH)
 
 
 def settle_slots(state: EngineState, slots: Slots) -> None:
@@ -187,7 +188,7 @@ def settle_slots(state: EngineState, slots: Slots) -> None:
         if record is None:
             continue
         if record.phase is Phase.ENDED:
-            state.settle(record)
+            endings.settle(state, record)
         elif record.preempting:
             growth.preempt(state, record)
 
@@ -249,4 +250,6 @@ def _end_all(state: EngineState, slots: Slots, code: ErrorCode, message: str) ->
     for slot in slots.tolist():
         record = _live(state, slot)
         if record is not None:
-            state.end(record, error=error_for(code, f"the step that served the request failed: {message}"))
+            endings.end(
+                state, record, error=error_for(code, f"the step that served the request failed: {message}")
+            )

@@ -16,6 +16,7 @@ import numpy as np
 from loraplex.core.errors import CallerError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.packed import I32
 from loraplex.core.ports import Constraint
+from loraplex.engine import endings
 from loraplex.engine.request_state import RequestRecord
 from loraplex.engine.state import EngineState
 from loraplex.schedule.select import Selection
@@ -50,7 +51,7 @@ def begin(state: EngineState, record: RequestRecord) -> bool:
     try:
         record.constraint = state.grammars.open(record.grammar)
     except LoraplexError as error:
-        state.end(record, error=error)
+        endings.end(state, record, error=error)
     return record.constraint is not None
 
 
@@ -66,7 +67,7 @@ def masks_for(state: EngineState, selection: Selection) -> tuple[Selection, I32 
         return selection, masks
     for record, reason in zip(records, reasons, strict=True):
         if reason:
-            state.end(record, error=CallerError(ErrorCode.SCHEMA_UNSUPPORTED, reason))
+            endings.end(state, record, error=CallerError(ErrorCode.SCHEMA_UNSUPPORTED, reason))
     keep = np.ones(selection.slots.size, dtype=np.bool_)
     keep[masked[stuck]] = False
     return selection.keep(keep), masks[~stuck]
@@ -79,5 +80,5 @@ def accept(state: EngineState, record: RequestRecord, token: int) -> bool:
     try:
         return record.constraint.accept(token)
     except LoraplexError as error:
-        state.end(record, error=error)
+        endings.end(state, record, error=error)
         return False

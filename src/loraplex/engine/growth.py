@@ -12,22 +12,23 @@ import numpy as np
 
 from loraplex.core.events import RequestPreempted
 from loraplex.core.packed import I32
+from loraplex.engine import endings
 from loraplex.engine.request_state import Phase, RequestRecord
-from loraplex.engine.residency import pressure
+from loraplex.engine.residency import room
 from loraplex.engine.state import EngineState
 from loraplex.memory.pages import PageState
 from loraplex.schedule.running import Slots
 from loraplex.schedule.select import Selection
 
 
-def reserve(state: EngineState, selection: Selection) -> Selection:
+def grow(state: EngineState, selection: Selection) -> Selection:
     """The part of `selection` whose rows all have pages."""
     table, kv = state.table, state.limits.kv
     ends = table.planned[selection.slots] + selection.rows
     need = -(-ends // kv.page_tokens) - table.pages[selection.slots]
     keep = np.ones(selection.slots.size, dtype=np.bool_)
     wanting = np.flatnonzero((need > 0) & ~table.stopping[selection.slots])
-    if wanting.size and int(need[wanting].sum()) <= state.pool.free:
+    if wanting.size and int(need[wanting].sum()) <= state.available_pages:
         _give_all(state, selection.slots[wanting], need[wanting])
         wanting = wanting[:0]
     for index in wanting.tolist():
@@ -59,8 +60,8 @@ def _give_all(state: EngineState, slots: Slots, counts: I32) -> None:
 
 
 def _give(state: EngineState, slot: int, count: int) -> bool:
-    while state.pool.free < count:
-        if pressure.evict_for(state, count - state.pool.free):
+    while state.available_pages < count:
+        if room.evict_for(state, count - state.available_pages):
             continue
         if not _preempt_younger(state, slot):
             return False
@@ -98,7 +99,7 @@ def preempt(state: EngineState, record: RequestRecord) -> None:
             state.clock.now_ns(), record.request_id, int(table.pages[slot]), int(table.committed[slot])
         )
     )
-    state.release_slot(record)
+    endings.release_slot(state, record)
     record.preempting = False
     record.phase = Phase.WAITING
     state.preemptions += 1

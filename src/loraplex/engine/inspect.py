@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from loraplex.engine.residency.pressure import pinned_pages
+from loraplex.engine.residency.feasibility import pinned_pages
 from loraplex.engine.residency.registration import describe
 from loraplex.engine.residency.wishes import limits_of
 from loraplex.engine.state import EngineState

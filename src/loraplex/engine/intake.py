@@ -27,9 +27,10 @@ from loraplex.core.messages import (
 )
 from loraplex.core.packed import I32
 from loraplex.core.request import FinishReason
+from loraplex.engine import endings
 from loraplex.engine.inspect import inspect_engine
 from loraplex.engine.request_state import RequestRecord
-from loraplex.engine.residency import pressure, registration, wishes
+from loraplex.engine.residency import feasibility, registration, wishes
 from loraplex.engine.state import EngineState
 from loraplex.memory.leases import RevisionLease
 from loraplex.memory.residency import AdapterEntry
@@ -50,12 +51,12 @@ def handle(state: EngineState, message: ToEngine) -> None:
             record = state.records.get(message.request_id)
             if record is not None:
                 code = ErrorCode.SLOW_CLIENT if message.slow else ErrorCode.ABORTED
-                state.end(record, error=CallerError(code, "the client withdrew the request"))
+                endings.end(state, record, error=CallerError(code, "the client withdrew the request"))
         case Finish():
             record = state.records.get(message.request_id)
             if record is not None:
                 record.outputs = min(record.outputs, message.tokens)
-                state.end(record, reason=FinishReason.STOP)
+                endings.end(state, record, reason=FinishReason.STOP)
         case _:
             try:
                 _call(state, message)
@@ -172,9 +173,9 @@ def _feasible(state: EngineState, message: Submit, prompt: I32) -> AdapterEntry 
             )
     kv_pages = limits.kv.pages_for(total)
     # A small adapter counts a page here: in the empty pool there is no slab to share.
-    refusal = pressure.too_large(
+    refusal = feasibility.too_large(
         state, kv_pages + (entry.page_count if entry is not None else 0)
-    ) or pressure.impossible(state, entry, kv_pages)
+    ) or feasibility.impossible(state, entry, kv_pages)
     if refusal is not None:
         raise refusal
     return entry

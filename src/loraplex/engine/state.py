@@ -11,19 +11,17 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.core.errors import LoraplexError
-from loraplex.core.events import AdapterTransition, Event, RequestFinished
-from loraplex.core.messages import Ended, FromEngine
-from loraplex.core.packed import I32, empty
+from loraplex.core.events import Event
+from loraplex.core.messages import FromEngine
+from loraplex.core.packed import I32
 from loraplex.core.plan import BatchPlan
 from loraplex.core.ports import Clock, Grammars, Loader
 from loraplex.engine.deltas import PendingDeltas
-from loraplex.engine.request_state import LoadJob, Phase, RequestRecord, Want
+from loraplex.engine.request_state import LoadJob, RequestRecord, Want
 from loraplex.engine.sizes import EngineLimits
 from loraplex.memory.host import HostTier
-from loraplex.memory.leases import SlotLease
 from loraplex.memory.pages import PagePool, PageState
-from loraplex.memory.residency import AdapterEntry, AdapterState, SlotDirectory
+from loraplex.memory.residency import AdapterEntry, SlotDirectory
 from loraplex.schedule.packing import Deltas
 from loraplex.schedule.queue import WaitingQueue
 from loraplex.schedule.running import RunningTable
@@ -131,6 +129,18 @@ class EngineState:
         return self.occupied_pages + self.pool.slabs.pages
 
     @property
+    def available_pages(self) -> int:
+        """Pages that may be asked for without taking an adapter or a request off the device: the free ones.
+
+        Every question whether there is room comes here; `pool.free` is the ledger's figure alone.
+        """
+        return self.pool.free
+
+    def image_bytes(self, entry: AdapterEntry) -> int:
+        """Bytes of an adapter's image, on the host and on the device."""
+        return entry.image_bytes(self.pool.page_bytes)
+
+    @property
     def newest_in_flight(self) -> int:
         """Generation of the newest launched plan that is not committed, 0 when there is none."""
         return self.flights[-1].plan.generation if self.flights else 0
@@ -168,14 +178,6 @@ class EngineState:
         """Whether something is open and none of it is in anybody's hands: a step without effect would come to nothing again."""
         return self.busy and not (self.host.fetching or self.flights or self.deltas or self.loads)
 
-    def withdraw(self, entry: AdapterEntry, call_id: int = 0) -> None:
-        """Take an adapter out of the registered ones; `call_id` hears when it has left."""
-        del self.adapters[entry.key]
-        self.pinned.pop(entry.key, None)
-        entry.pin_count = 0  # a pin follows the name, and this revision has none any more
-        entry.removing = True
-        self.departing.append((entry, call_id))
-
     def emit(self, event: Event) -> None:
         """Append to the event spine; published at the end of the step."""
         self.events.append(event)
@@ -186,90 +188,7 @@ class EngineState:
         if self.limits.scrub:
             self.deltas.scrub(pages)
 
-    def free_place(self, entry: AdapterEntry) -> None:
-        """Give an adapter's pages or its block back to the pool, scrubbed first where tests ask for it."""
-        block = entry.block
-        if block is None:
-            self.free_pages(entry.pages, PageState.ADAPTER, entry.slot, entry.generation)
-        else:
-            emptied = self.pool.slabs.release(block, entry.slot, entry.generation, self.fence)
-            if self.limits.scrub and emptied:
-                self.deltas.scrub(np.array([block.page], dtype=np.int32))
-            elif self.limits.scrub:
-                self.deltas.scrub_block(block.page, block.size_class, block.index)
-        entry.pages, entry.block = empty(), None
-
     @property
     def fence(self) -> int:
         """Newest launch that may touch a page given up now; the next one where it will be scrubbed."""
         return self.launched + 1 if self.limits.scrub else self.launched
-
-    def release_slot(self, record: RequestRecord) -> None:
-        """Free a running request's slot, pages and slot lease; nothing of it may be in flight."""
-        slot = record.slot
-        pages = self.table.owned_pages(slot)
-        incarnation = int(self.table.incarnation[slot])
-        self.table.close(slot)
-        del self.by_slot[slot]
-        record.slot = -1
-        if pages.size:
-            self.free_pages(pages, PageState.KV, slot, incarnation)
-        if record.lease is not None:
-            entry = record.lease.entry
-            before = entry.state
-            record.lease.release(self.launched)
-            record.lease = None
-            self.note_move(entry, before)
-
-    def take_slot_lease(self, record: RequestRecord) -> SlotLease:
-        """Bind a request to the published slot of the revision that it leased."""
-        assert record.revision is not None
-        entry = record.revision.entry
-        before = entry.state
-        record.lease = SlotLease.take(record.revision, self.launched)
-        self.note_move(entry, before)
-        return record.lease
-
-    def note_move(self, entry: AdapterEntry, before: AdapterState) -> None:
-        """Emit an adapter's change of state, if it changed: no state moves without its event."""
-        if entry.state is not before:
-            self.emit(
-                AdapterTransition(
-                    self.clock.now_ns(), entry.key, entry.slot, entry.generation, before, entry.state, entry.own_pages,
-                    entry.image_bytes(self.pool.page_bytes),
-                )
-            )  # fmt: skip
-
-    def end(self, record: RequestRecord, *, reason: str | None = None, error: LoraplexError | None = None,
-            stop_token: int | None = None) -> None:  # fmt: skip
-        """End a request, once: its `Ended` message and event go out, its resources as soon as nothing is in flight."""
-        if record.phase is Phase.ENDED:
-            return
-        was, record.phase = record.phase, Phase.ENDED
-        del self.records[record.request_id]
-        self.queue.discard(record.request_id)
-        code = error.code.value if error is not None else None
-        message = error.message if error is not None else ""
-        self.outbox.append(Ended(record.request_id, reason, stop_token, code, message))
-        now = self.clock.now_ns()
-        self.emit(
-            RequestFinished(
-                now, record.request_id, record.adapter, record.tenant, reason or code or "", record.prompt_tokens,
-                record.outputs, now - record.arrival_ns,
-            )
-        )  # fmt: skip
-        if was is Phase.RUNNING:
-            self.table.stopping[record.slot] = True
-        elif was is Phase.LOADING and record.transaction is not None:
-            record.transaction.release_kv(self.launched)
-            record.transaction = None
-        self.settle(record)
-
-    def settle(self, record: RequestRecord) -> None:
-        """Let go of an ended request's slot and leases once nothing of it is in flight."""
-        if record.slot >= 0:
-            if self.table.inflight[record.slot]:
-                return
-            self.release_slot(record)
-        if record.revision is not None and record.revision.open:
-            record.revision.release()

@@ -89,7 +89,7 @@ class Engine:
 
     def _reserve(self) -> Selection:
         selection = select_rows(self.state.table, self.state.limits.token_budget)
-        return growth.reserve(self.state, selection)
+        return growth.grow(self.state, selection)
 
     def _plan(self, selection: Selection) -> Flight | None:
         return launch.make_flight(self.state, selection)

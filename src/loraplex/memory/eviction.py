@@ -1,22 +1,22 @@
-"""Who gives pages up: eligibility, ranking and reuse, three functions that never replace each other.
+"""What may give pages up and in which order: safety, ranking and reuse, three functions that never replace each other.
 
-*Eligible* is a safety predicate. *Ranking* orders only what is eligible, in one currency over classes of pages: what it
+*Evictable* is a safety predicate. A *ranking* orders only what may go, in one currency over classes of pages: what it
 costs to bring a page back, by how long ago it was used. *Reusable* says when the bytes of a page may be overwritten.
 Policies plug in as rankings; a floor for each class keeps one class from taking everything.
 
-Never frees a page and never changes a state.
+Knows no engine: who is asked, and who goes, is `engine.residency.victims`'. Never frees a page and never changes a state.
 
 Specification: 0x04F (counts), 0x05D (three steps); DESIGN 4 "Residency".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, Generic, TypeVar
 
-from loraplex.memory.residency import EVICTABLE, AdapterEntry, AdapterState
+from loraplex.memory.residency import UNLEASED, AdapterEntry, AdapterState
 
 
 class PageClass(StrEnum):
@@ -28,7 +28,7 @@ class PageClass(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An eligible object. restore_ns: what bringing all of its pages back costs. last_touch: launch that last used it."""
+    """What may go as one. restore_ns: what bringing all of its pages back costs. last_touch: launch that last used it."""
 
     kind: PageClass
     key: str
@@ -37,17 +37,19 @@ class Candidate:
     last_touch: int
 
 
-Ranking = Callable[[Sequence[Candidate], int], list[Candidate]]
-"""Candidates in the order in which they go. The second argument is the newest launch."""
+C = TypeVar("C", bound=Candidate)
+
+Ranking = Callable[[Candidate, int], tuple[int | str, ...]]
+"""A candidate's place in the order in which they go, least first. The second argument is the newest launch."""
 
 
-def eligible(entry: AdapterEntry, completed_launch: int) -> bool:
+def evictable(entry: AdapterEntry, completed_launch: int) -> bool:
     """The full safety predicate of 0x04F with 0x05D's verified host source. No ranking replaces it.
 
     A removed adapter that only waiting requests still lease counts as idle: they hold its revision, not its pages, and
     may need those pages themselves.
     """
-    unused = entry.state in EVICTABLE or (entry.state is AdapterState.RETIRING and not entry.evicting)
+    unused = entry.state in UNLEASED or (entry.state is AdapterState.RETIRING and not entry.evicting)
     return (
         unused
         and entry.refcount == 0
@@ -64,56 +66,65 @@ def recency_class(age: int) -> int:
     return max(age, 0).bit_length()
 
 
-def rank_by_restore_cost(candidates: Sequence[Candidate], now: int) -> list[Candidate]:
+def by_restore_cost(candidate: Candidate, now: int) -> tuple[int | str, ...]:
     """Longest unused class first; inside a class what is cheapest to bring back a page, then older, larger, by key."""
-    return sorted(
-        candidates,
-        key=lambda c: (
-            -recency_class(now - c.last_touch),
-            c.restore_ns // max(c.pages, 1),
-            c.last_touch,
-            -c.pages,
-            c.key,
-        ),
+    return (
+        -recency_class(now - candidate.last_touch),
+        candidate.restore_ns // max(candidate.pages, 1),
+        candidate.last_touch,
+        -candidate.pages,
+        candidate.key,
     )
 
 
-def rank_lru(candidates: Sequence[Candidate], now: int) -> list[Candidate]:
+def by_last_touch(candidate: Candidate, now: int) -> tuple[int | str, ...]:
     """0x05D's example: least recently used, then larger, then by key."""
-    return sorted(candidates, key=lambda c: (c.last_touch, -c.pages, c.key))
+    return candidate.last_touch, -candidate.pages, candidate.key
 
 
-RANKINGS: Final[dict[str, Ranking]] = {"restore_cost": rank_by_restore_cost, "lru": rank_lru}
+RANKINGS: Final[dict[str, Ranking]] = {"restore_cost": by_restore_cost, "lru": by_last_touch}
 """Rankings by the name that configures them."""
 
 
-def choose(
-    candidates: Iterable[Candidate],
+def ranked(candidates: Iterable[C], ranking: Ranking, now: int) -> list[C]:
+    """Candidates in the order in which they go; equal ones stay in theirs."""
+    return sorted(candidates, key=lambda candidate: ranking(candidate, now))
+
+
+@dataclass(frozen=True, slots=True)
+class Cover(Generic[C]):
+    """What `cover` took. left: pages of each class that are then left. enough: whether it is all that was needed."""
+
+    taken: list[C]
+    left: Mapping[PageClass, int]
+    enough: bool
+
+
+def cover(
+    candidates: Iterable[C],
     pages_needed: int,
     *,
-    now: int,
-    ranking: Ranking,
     held: Mapping[PageClass, int],
     floors: Mapping[PageClass, int],
     count_needed: int = 0,
-) -> list[Candidate] | None:
-    """Fewest candidates in ranking order that cover `pages_needed` and `count_needed`; None when they do not.
+) -> Cover[C]:
+    """The fewest of ranked candidates, from the first on, that make up `pages_needed` and `count_needed`; else all of them.
 
     held: pages of each class now. floors: pages below which a class gives nothing up; what would take it below is
     passed over.
     """
-    chosen: list[Candidate] = []
-    reclaimed = 0
-    left = dict(held)
-    for candidate in ranking(list(candidates), now):
-        if reclaimed >= pages_needed and len(chosen) >= count_needed:
+    taken: list[C] = []
+    pages, left = 0, dict(held)
+    for candidate in candidates:
+        if pages >= pages_needed and len(taken) >= count_needed:
             break
-        if left.get(candidate.kind, 0) - candidate.pages < floors.get(candidate.kind, 0):
+        after = left.get(candidate.kind, 0) - candidate.pages
+        if after < floors.get(candidate.kind, 0):
             continue
-        left[candidate.kind] = left.get(candidate.kind, 0) - candidate.pages
-        chosen.append(candidate)
-        reclaimed += candidate.pages
-    return chosen if reclaimed >= pages_needed and len(chosen) >= count_needed else None
+        left[candidate.kind] = after
+        taken.append(candidate)
+        pages += candidate.pages
+    return Cover(taken, left, pages >= pages_needed and len(taken) >= count_needed)
 
 
 def reusable(fence: int, completed_launch: int, *, on_compute_stream: bool) -> bool:

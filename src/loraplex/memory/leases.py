@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.memory.residency import EVICTABLE, AdapterEntry, AdapterState
+from loraplex.memory.residency import UNLEASED, AdapterEntry, AdapterState
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class SlotLease:
                 ErrorCode.LEASE_MISMATCH,
                 f"adapter {entry.key[:12]} is {entry.state}, not published: no row binds it",
             )
-        if entry.state in EVICTABLE:
+        if entry.state in UNLEASED:
             entry.move(AdapterState.ACTIVE)
         entry.refcount += 1
         entry.last_touch = tick

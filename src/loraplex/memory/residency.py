@@ -57,7 +57,7 @@ swap under requests that go on.
 BINDABLE: Final = (_S.ACTIVE, _S.IDLE, _S.PUBLISHED)
 """In the order in which a launch meets them: each adapter of each step is looked up here, and a hash of a state costs more."""
 LOADING: Final = frozenset({_S.RESERVED, _S.LOADING, _S.VALIDATED})
-EVICTABLE: Final = frozenset({_S.PUBLISHED, _S.IDLE})
+UNLEASED: Final = frozenset({_S.PUBLISHED, _S.IDLE})
 
 
 class Residency(StrEnum):

@@ -31,7 +31,7 @@ def readiness(entry: AdapterEntry | None) -> Readiness:
     return Readiness.ABSENT if entry.state is AdapterState.ABSENT else Readiness.COLD
 
 
-def load_eligible(entry: AdapterEntry) -> bool:
+def loadable(entry: AdapterEntry) -> bool:
     """Whether a load may be started: it authorises a transaction, not a model row."""
     return entry.state is AdapterState.HOST_READY and entry.host_source_verified
 

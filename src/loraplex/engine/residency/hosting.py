@@ -14,14 +14,11 @@ from collections.abc import Sequence
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import HostDropped, HostFetched
 from loraplex.core.ports import Fetched
-from loraplex.engine.residency import pressure
+from loraplex.engine.residency import transitions, victims
 from loraplex.engine.residency.load_failures import count_failure
-from loraplex.engine.residency.offers import image_bytes
-from loraplex.engine.residency.pressure import move
 from loraplex.engine.state import EngineState
-from loraplex.memory import eviction
 from loraplex.memory.host import HostState
-from loraplex.memory.residency import AdapterEntry, AdapterState
+from loraplex.memory.residency import AdapterEntry
 
 
 class AllOnHost:
@@ -48,11 +45,11 @@ def want(state: EngineState, entry: AdapterEntry, *, speculative: bool = False) 
     image = state.host.get(entry.kernel_digest)
     if image is not None:
         if image.state is HostState.READY:
-            _on_host(state, entry)
+            transitions.reach_host(state, entry)
         return True
     if state.clock.now_ns() < entry.retry_at_ns:
         return False
-    nbytes = image_bytes(state, entry)
+    nbytes = state.image_bytes(entry)
     if not _make_room(state, nbytes, entry, speculative) or not state.host.begin(entry.kernel_digest, nbytes):
         return False
     state.loader.fetch(entry.kernel_digest)
@@ -76,7 +73,7 @@ def _arrived(state: EngineState, fetched: Fetched) -> None:
         state.host.arrived(fetched.kernel_digest)
         for entry in sharers:
             state.emit(HostFetched(state.clock.now_ns(), entry.key, image.nbytes))
-            _on_host(state, entry)
+            transitions.reach_host(state, entry)
         drop_unnamed(state, fetched.kernel_digest)
         return
     state.host.failed(fetched.kernel_digest)
@@ -86,13 +83,6 @@ def _arrived(state: EngineState, fetched: Fetched) -> None:
         )
         message = fetched.message or "its host image could not be made"
         count_failure(state, entry, "fetch", InternalFault(ErrorCode(known), message))
-
-
-def _on_host(state: EngineState, entry: AdapterEntry) -> None:
-    if entry.state is AdapterState.ABSENT:
-        entry.host_source_verified = True
-        move(state, entry, AdapterState.HOST_READY)
-        state.queue.unpark(entry.key)
 
 
 def _make_room(state: EngineState, nbytes: int, asker: AdapterEntry, speculative: bool) -> bool:
@@ -114,11 +104,8 @@ def free_bytes(state: EngineState, missing: int, asker: AdapterEntry | None = No
     """
     images = state.host.droppable()
     images.sort(key=lambda image: _leased(state, image.kernel_digest))
-    evictable = sorted(
-        (e for e in state.occupied.values() if e is not asker and eviction.eligible(e, state.committed)),
-        key=lambda e: e.last_touch,
-    )
-    if sum(i.nbytes for i in images) + sum(image_bytes(state, e) for e in evictable) < missing:
+    evictable = sorted(victims.evictable(state, asker), key=lambda entry: entry.last_touch)
+    if sum(i.nbytes for i in images) + sum(state.image_bytes(e) for e in evictable) < missing:
         return False
     for image in images:
         if missing <= 0:
@@ -128,9 +115,9 @@ def free_bytes(state: EngineState, missing: int, asker: AdapterEntry | None = No
     for entry in evictable:
         if missing <= 0:
             break
-        pressure.evict(state, entry)
+        transitions.evict(state, entry)
         if state.host.ready(entry.kernel_digest) and entry.kernel_digest in _droppable(state):
-            missing -= image_bytes(state, entry)
+            missing -= state.image_bytes(entry)
             drop(state, entry.kernel_digest)
     return True
 
@@ -149,9 +136,7 @@ def drop(state: EngineState, kernel_digest: str) -> None:
     state.host.drop(kernel_digest)
     state.loader.drop(kernel_digest)
     for entry in state.sharers.get(kernel_digest, ()):
-        entry.host_source_verified = False
-        if entry.state is AdapterState.HOST_READY:
-            move(state, entry, AdapterState.ABSENT)
+        transitions.leave_host(state, entry)
         if image is not None:
             state.emit(HostDropped(state.clock.now_ns(), entry.key, image.nbytes))
 

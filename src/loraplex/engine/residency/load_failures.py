@@ -12,7 +12,9 @@ from loraplex.core import limits
 from loraplex.core.errors import ErrorCode, InternalFault, LoraplexError
 from loraplex.core.events import LoadFailed
 from loraplex.core.messages import Reply
+from loraplex.engine import endings
 from loraplex.engine.request_state import Purpose, RequestRecord
+from loraplex.engine.residency import transitions
 from loraplex.engine.state import EngineState
 from loraplex.memory.residency import AdapterEntry
 
@@ -43,10 +45,10 @@ def _tell_waiting(state: EngineState, entry: AdapterEntry, error: LoraplexError)
     text = f"adapter {entry.key[:12]} could not be loaded in {limits.MAX_LOAD_ATTEMPTS} attempts: {error.message}"
     for record in list(state.records.values()):
         if record.entry is entry and record.slot < 0:
-            state.end(record, error=InternalFault(ErrorCode.ADAPTER_LOAD_FAILED, text))
+            endings.end(state, record, error=InternalFault(ErrorCode.ADAPTER_LOAD_FAILED, text))
     for wanted in [wanted for wanted in state.wants if wanted.entry is entry]:
         state.wants.remove(wanted)
         if wanted.call_id:
             state.outbox.append(Reply(wanted.call_id, ErrorCode.ADAPTER_LOAD_FAILED.value, text))
         if wanted.purpose is Purpose.REGISTER and not entry.removing:
-            state.withdraw(entry)  # a registration that failed leaves nothing registered
+            transitions.withdraw(state, entry)  # a registration that failed leaves nothing registered

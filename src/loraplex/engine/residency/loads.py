@@ -12,12 +12,11 @@ from __future__ import annotations
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import CopyIgnored, RestorationFailed
 from loraplex.engine.request_state import LoadJob, Phase, Purpose, RequestRecord
+from loraplex.engine.residency import transitions
 from loraplex.engine.residency.load_failures import count_failure
-from loraplex.engine.residency.offers import image_bytes
-from loraplex.engine.residency.pressure import leave_slot, move
 from loraplex.engine.state import EngineState
 from loraplex.memory import eviction
-from loraplex.memory.residency import AdapterEntry, AdapterState
+from loraplex.memory.residency import AdapterEntry
 from loraplex.memory.transaction import Restoration, Transaction
 
 
@@ -29,12 +28,8 @@ def begin(
     record: RequestRecord | None = None,
 ) -> None:
     """Give a host-ready adapter a slot and its reserved pages; `pump` starts the copy."""
-    slot, generation = state.directory.take()
-    entry.slot, entry.generation = slot, generation
-    state.occupied[slot] = entry
-    state.occupied_pages += entry.own_pages
-    state.host.hold(entry.kernel_digest)
-    move(state, entry, AdapterState.RESERVED)
+    transitions.occupy(state, entry)
+    slot, generation = entry.slot, entry.generation
     state.loads[(slot, generation)] = LoadJob(entry, slot, generation, transaction, purpose, record)
 
 
@@ -62,9 +57,8 @@ def pump(state: EngineState) -> None:
             job.transaction.require_fence(state.committed)
         place = job.transaction.block or job.transaction.adapter_pages
         state.deltas.copy(job.entry.kernel_digest, job.slot, job.generation, place)
-        job.entry.inflight_events += 1
         job.started = True
-        move(state, job.entry, AdapterState.LOADING)
+        transitions.start_copy(state, job.entry)
         room -= 1
         unawaited += not job.purpose.awaited
 
@@ -77,7 +71,6 @@ def finish(state: EngineState, slot: int, generation: int, intact: bool) -> Load
         return None
     del state.loads[(slot, generation)]
     entry = job.entry
-    entry.inflight_events -= 1
     if intact:
         _publish(state, job)
     else:
@@ -90,52 +83,33 @@ def finish(state: EngineState, slot: int, generation: int, intact: bool) -> Load
 
 def _publish(state: EngineState, job: LoadJob) -> None:
     entry = job.entry
-    move(state, entry, AdapterState.VALIDATED)
-    if entry.size_class:
-        entry.block = job.transaction.commit_block(job.slot, job.generation)
-    else:
-        entry.pages = job.transaction.commit_adapter(job.slot, job.generation)
-    state.entry_of_slot[job.slot] = entry
-    state.rank_sums[job.slot] = entry.rank_sum
-    state.deltas.publish(job.slot, job.generation)
-    entry.last_touch = state.launched
-    move(state, entry, AdapterState.PUBLISHED)
-    entry.failures, entry.retry_at_ns = 0, 0
+    transitions.publish(state, entry, job.transaction)
     for victim in job.transaction.finalize(state.launched):
-        _gone(state, victim)
+        transitions.finish_eviction(state, victim)
+    if entry.removing:
+        transitions.retire(state, entry)
     traffic = state.traffic
     traffic.loads += 1
     traffic.copied_pages += entry.own_pages
-    traffic.copied_bytes += image_bytes(state, entry)
+    traffic.copied_bytes += state.image_bytes(entry)
     traffic.by_purpose[job.purpose.name.lower()] = traffic.by_purpose.get(job.purpose.name.lower(), 0) + 1
     if job.purpose.speculative:
         entry.prefetched = True
         state.speculation.published += 1
-    if entry.removing:
-        move(state, entry, AdapterState.RETIRING)
     state.queue.unpark(entry.key)
-
-
-def _gone(state: EngineState, victim: AdapterEntry) -> None:
-    """A victim's eviction is final."""
-    state.host.let_go(victim.kernel_digest)
-    move(state, victim, AdapterState.HOST_READY)
-    state.queue.unpark(victim.key)
 
 
 def _roll_back(state: EngineState, job: LoadJob, error: InternalFault) -> None:
     """Pages return, the slot's generation grows, the adapter is back on the host, victims get their pages back."""
     entry = job.entry
     owed = job.transaction.rollback(state.launched)
-    leave_slot(state, entry)
+    transitions.roll_back(state, entry)
     record = job.record
     if record is not None and record.phase is Phase.LOADING:
         record.transaction, record.phase = None, Phase.WAITING
         state.queue.push(record.ticket)
-    state.host.let_go(entry.kernel_digest)
-    move(state, entry, AdapterState.HOST_READY)
     if job.purpose is Purpose.RESTORE:
-        pages, nbytes = entry.own_pages, image_bytes(state, entry)
+        pages, nbytes = entry.own_pages, state.image_bytes(entry)
         state.emit(RestorationFailed(state.clock.now_ns(), entry.key, error.code.value, pages, nbytes))
     for place in owed:
         _restore(state, job.transaction, place)
@@ -148,9 +122,9 @@ def _restore(state: EngineState, source: Transaction, place: Restoration) -> Non
     victim = place.entry
     if victim.removing or not state.directory.free:
         source.give_up(place, state.launched)
-        _gone(state, victim)
+        transitions.finish_eviction(state, victim)
         return
     transaction = Transaction.restoring(state.next_transaction(), source, place)
-    _gone(state, victim)
+    transitions.finish_eviction(state, victim)
     state.traffic.restorations += 1
     begin(state, victim, transaction, Purpose.RESTORE)

@@ -15,12 +15,12 @@ from loraplex.core.errors import CallerError, ErrorCode, InternalFault
 from loraplex.core.events import AdapterRevoked
 from loraplex.core.layout import MAX_SIZE_CLASS, block_bytes
 from loraplex.core.messages import RegisterAdapter, RemoveAdapter, Reply, RevokeAdapter
+from loraplex.engine import endings
 from loraplex.engine.request_state import Purpose, Want
+from loraplex.engine.residency import transitions
 from loraplex.engine.residency.hosting import drop_unnamed
-from loraplex.engine.residency.offers import image_bytes
-from loraplex.engine.residency.pressure import move, note_prefetch, reclaim
 from loraplex.engine.state import EngineState
-from loraplex.memory.residency import BINDABLE, AdapterEntry, AdapterState
+from loraplex.memory.residency import BINDABLE, AdapterEntry
 
 _HEXADECIMAL: Final = frozenset("0123456789abcdef")
 
@@ -91,11 +91,11 @@ def find(state: EngineState, key: str) -> AdapterEntry:
 def remove(state: EngineState, message: RemoveAdapter) -> None:
     """Stop new requests on an adapter; it leaves, and the call is answered, when its last request has ended."""
     entry = find(state, message.key)
-    state.withdraw(entry, message.call_id)
+    transitions.withdraw(state, entry, message.call_id)
     if entry.state in BINDABLE:
         if entry.prefetched:
-            note_prefetch(state, entry, used=False)
-        move(state, entry, AdapterState.RETIRING)
+            transitions.end_prefetch(state, entry, used=False)
+        transitions.retire(state, entry)
     finish_departures(state)
 
 
@@ -105,7 +105,8 @@ def revoke(state: EngineState, message: RevokeAdapter) -> None:
     entry.revoked = True
     bound = [record for record in state.records.values() if record.entry is entry]
     for record in bound:
-        state.end(
+        endings.end(
+            state,
             record,
             error=CallerError(
                 ErrorCode.ADAPTER_REVOKED, f"adapter {entry.key[:12]} was revoked while it served"
@@ -128,10 +129,7 @@ def finish_departures(state: EngineState) -> None:
         ):
             still.append((entry, call_id))
             continue
-        if entry.state is AdapterState.RETIRING:
-            reclaim(state, entry)
-        if entry.state is not AdapterState.ABSENT:
-            move(state, entry, AdapterState.ABSENT)
+        transitions.leave(state, entry)
         state.sharers[entry.kernel_digest] = [e for e in state.sharers[entry.kernel_digest] if e is not entry]
         drop_unnamed(state, entry.kernel_digest)
         if call_id:
@@ -149,7 +147,7 @@ def describe(state: EngineState, entry: AdapterEntry) -> dict[str, object]:
         "slot": entry.slot,
         "generation": entry.generation,
         "device_pages": int(entry.pages.size),
-        "device_bytes": image_bytes(state, entry) if placed else 0,
+        "device_bytes": state.image_bytes(entry) if placed else 0,
         "size_class": entry.size_class,
         "page_count": entry.page_count,
         "host_bytes": entry.host_bytes,

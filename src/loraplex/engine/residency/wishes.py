@@ -11,18 +11,14 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.messages import LoadAdapter, PinAdapter, PrefetchAdapter, Reply, SetLimits
 from loraplex.engine.request_state import Purpose, Want
-from loraplex.engine.residency import hosting, loads, offers, pressure
-from loraplex.engine.residency.offers import image_bytes
+from loraplex.engine.residency import feasibility, hosting, loads, room, transitions, victims
 from loraplex.engine.residency.registration import describe, find
 from loraplex.engine.state import EngineState
 from loraplex.memory.residency import AdapterEntry, AdapterState
-from loraplex.memory.transaction import Transaction, prefetch_safe
 
 SHADOW_TRIES: Final = 4
 """Steps that a shadow load looks for pages in: what the plans in flight still name is free after them."""
@@ -59,7 +55,7 @@ def pin(state: EngineState, message: PinAdapter) -> None:
             del state.pinned[entry.key]
             state.wants = [w for w in state.wants if w.entry is not entry or w.purpose is not Purpose.PIN]
     else:
-        _require_pinnable(state, entry)
+        feasibility.require_pinnable(state, entry)
         entry.pin_count += 1
         if entry.pin_count == 1:
             state.pinned[entry.key] = entry
@@ -68,34 +64,9 @@ def pin(state: EngineState, message: PinAdapter) -> None:
 
 
 def _require_possible(state: EngineState, entry: AdapterEntry) -> None:
-    refusal = pressure.impossible(state, entry, 0)
+    refusal = feasibility.impossible(state, entry, 0)
     if refusal is not None:
         raise refusal
-
-
-def _require_pinnable(state: EngineState, entry: AdapterEntry) -> None:
-    _require_possible(state, entry)
-    pages = pressure.pinned_with(state, entry)
-    if pages > state.caps.adapter_pages:
-        raise CapacityError(
-            ErrorCode.POOL_EXHAUSTED,
-            f"pins would hold {pages} pages of the {state.caps.adapter_pages} that adapters may take; unpin one first",
-        )
-    for record in state.records.values():
-        total = state.limits.kv.pages_for(record.prompt_tokens + record.sampling.max_tokens)
-        other = record.entry if record.entry is not None and record.entry.key not in state.pinned else None
-        needed = total + (other.page_count if other is not None and other is not entry else 0)
-        if needed > state.pool.usable - pages:
-            raise CapacityError(
-                ErrorCode.POOL_EXHAUSTED,
-                f"a request under way may need {needed} pages, pins would leave {state.pool.usable - pages}; "
-                "pin when it has ended",
-            )
-    if len(state.pinned) - (entry.key in state.pinned) >= state.caps.resident_adapters:
-        raise CapacityError(
-            ErrorCode.ADAPTER_SLOTS_EXHAUSTED,
-            f"{len(state.pinned)} adapters are pinned, {state.caps.resident_adapters} may be resident; unpin one first",
-        )
 
 
 def set_limits(state: EngineState, message: SetLimits) -> None:
@@ -103,7 +74,7 @@ def set_limits(state: EngineState, message: SetLimits) -> None:
     pages, slots, host = message.adapter_pages, message.resident_adapters, message.host_bytes
     if pages is not None:
         _within("adapter_pages", pages, 0, state.pool.usable)
-        held = pressure.pinned_pages(state)
+        held = feasibility.pinned_pages(state)
         if held > pages:
             raise CapacityError(
                 ErrorCode.POOL_EXHAUSTED,
@@ -149,27 +120,12 @@ def enforce(state: EngineState) -> None:
     """Let go of what is above the limits and can go now."""
     over_pages = state.adapter_pages - state.caps.adapter_pages
     over_slots = len(state.occupied) - state.caps.resident_adapters
-    for offer in offers.ranked(state, offers.of_pages(state)) if over_pages > 0 else ():
-        if over_pages <= 0:
-            break
-        over_pages -= offer.candidate.pages
-        over_slots -= len(offer.entries)
-        for entry in offer.entries:
-            pressure.evict(state, entry)
-    for entry in _ranked(state) if over_slots > 0 else ():
-        if over_slots <= 0:
-            break
-        over_slots -= 1
-        pressure.evict(state, entry)
+    if over_pages > 0 or over_slots > 0:
+        for entry in victims.choose(state, over_pages, count=over_slots).victims:
+            transitions.evict(state, entry)
     if state.host.excess_bytes:
-        room = sum(image.nbytes for image in state.host.droppable())
-        hosting.free_bytes(state, min(state.host.excess_bytes, room) if room else state.host.excess_bytes)
-
-
-def _ranked(state: EngineState) -> list[AdapterEntry]:
-    """Adapters that may go, one by one."""
-    own = [offer for offer in offers.of_pages(state) if not offer.entries[0].size_class]
-    return [offer.entries[0] for offer in offers.ranked(state, own + offers.of_blocks(state))]
+        nbytes = sum(image.nbytes for image in state.host.droppable())
+        hosting.free_bytes(state, min(state.host.excess_bytes, nbytes) if nbytes else state.host.excess_bytes)
 
 
 def serve(state: EngineState) -> None:
@@ -200,11 +156,11 @@ def _advance(state: EngineState, wanted: Want) -> bool:
         return False
     if entry.state is AdapterState.ABSENT:
         return _advance_to_host(state, wanted)
-    demand = pressure.demand(state, entry, guard=len(state.by_slot))
+    demand = room.demand(state, entry, guard=len(state.by_slot))
     if purpose.speculative:
-        transaction = speculative(state, entry)
+        transaction = room.take_spare(state, demand, entry)
     else:
-        transaction = pressure.reserve(state, demand, entry, evicting=True)
+        transaction = room.take(state, demand, entry)
     if transaction is not None:
         loads.begin(state, entry, transaction, purpose)
         return False
@@ -216,12 +172,12 @@ def _advance(state: EngineState, wanted: Want) -> bool:
             raise CapacityError(
                 ErrorCode.POOL_EXHAUSTED,
                 f"a prefetch takes only pages that nobody will want: {demand.adapter} are needed, "
-                f"{max(state.pool.free - committed_growth(state) - len(state.by_slot), 0)} are left; pin or use the adapter",
+                f"{max(state.available_pages - room.committed_growth(state) - len(state.by_slot), 0)} are left; pin or use the adapter",
             )
         case Purpose.SHADOW if wanted.tries >= SHADOW_TRIES:
             raise CapacityError(
                 ErrorCode.POOL_EXHAUSTED,
-                f"there is no room beside the old revision: {pressure.shortfall(state, demand, entry)}; "
+                f"there is no room beside the old revision: {room.shortfall(state, demand, entry)}; "
                 "try again later, or ask for a swap that drains",
             )
         case _:
@@ -239,31 +195,9 @@ def _advance_to_host(state: EngineState, wanted: Want) -> bool:
         return False
     raise CapacityError(
         ErrorCode.HOST_MEMORY_EXHAUSTED,
-        f"the image needs {image_bytes(state, entry)} bytes of host memory, {state.host.used_bytes} of "
+        f"the image needs {state.image_bytes(entry)} bytes of host memory, {state.host.used_bytes} of "
         f"{state.host.limit_bytes} are taken; raise the limit or try again later",
     )
-
-
-def speculative(state: EngineState, entry: AdapterEntry) -> Transaction | None:
-    """Pages for a load that nobody waits for, if they are free beyond what admitted requests will want (0x09J)."""
-    demand = pressure.demand(state, entry, guard=len(state.by_slot))
-    if not prefetch_safe(demand.adapter, state.pool.free, committed_growth(state), demand.guard):
-        return None
-    return pressure.reserve(state, demand, entry, evicting=False)
-
-
-def committed_growth(state: EngineState) -> int:
-    """Pages that running requests will still take within the growth horizon."""
-    table, kv = state.table, state.limits.kv
-    slots = np.flatnonzero(table.active & ~table.stopping)
-    if not slots.size:
-        return 0
-    left = table.max_outputs[slots] - table.outputs_planned[slots]
-    ends = np.maximum(table.known[slots], table.planned[slots]) + np.minimum(
-        left, state.limits.growth_horizon
-    )
-    pages = -(-ends // kv.page_tokens) - table.pages[slots]
-    return int(np.maximum(pages, 0).sum())
 
 
 def prefetch_queue(state: EngineState) -> None:
@@ -281,7 +215,10 @@ def prefetch_queue(state: EngineState) -> None:
         if entry.state is AdapterState.ABSENT:
             hosting.want(state, entry, speculative=True)
             continue
-        transaction = speculative(state, entry) if ahead < limits.MAX_SPECULATIVE_LOADS else None
+        if ahead >= limits.MAX_SPECULATIVE_LOADS:
+            return
+        demand = room.demand(state, entry, guard=len(state.by_slot))
+        transaction = room.take_spare(state, demand, entry)
         if transaction is None:
             return
         loads.begin(state, entry, transaction, Purpose.PREFETCH)

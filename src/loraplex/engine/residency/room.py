@@ -1,0 +1,102 @@
+"""Whether there is room now, and taking it: pages for loads and for requests that grow.
+
+Room is what `EngineState.available_pages` says and what `victims` would give up. Eviction for requests frees pages at once,
+because their work is ordered after every launch that used them; a load takes its victims' pages inside its transaction.
+Never chooses who goes, and never says that waiting is in vain (`feasibility` does).
+
+Specification: 0x05C (joint admission), 0x09J (speculative loads); DESIGN 4 "Residency".
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.engine.residency import transitions, victims
+from loraplex.engine.state import EngineState
+from loraplex.memory.eviction import PageClass
+from loraplex.memory.residency import AdapterEntry
+from loraplex.memory.transaction import Demand, Transaction, block_pages, prefetch_safe
+
+
+def demand(
+    state: EngineState, entry: AdapterEntry | None, kv_initial: int = 0, kv_growth: int = 0, guard: int = 0
+) -> Demand:
+    """The joint demand of a cold adapter, or of none, with KV pages (0x05C): a small one costs a page only where no block is free."""
+    if entry is None:
+        return Demand(0, kv_initial, kv_growth, guard)
+    pages = block_pages(state.pool, entry.size_class) if entry.size_class else entry.page_count
+    return Demand(pages, kv_initial, kv_growth, guard, entry.size_class)
+
+
+def evict_for(state: EngineState, pages: int, keep: AdapterEntry | None = None) -> bool:
+    """Evict idle adapters for a request until `pages` pages were freed; False, with nothing changed, when they do not suffice."""
+    floors = {PageClass.ADAPTER: state.limits.adapter_floor}
+    choice = victims.choose(state, pages, keep=keep, floors=floors)
+    if not choice.enough:
+        return False
+    for victim in choice.victims:
+        transitions.evict(state, victim)
+    return True
+
+
+def take(
+    state: EngineState, demand: Demand, entry: AdapterEntry, *, evicting: bool = True
+) -> Transaction | None:
+    """The joint transaction for a load of `entry`, victims retired inside it; None, with nothing changed, without room.
+
+    evicting: whether other adapters may be evicted for it.
+    """
+    chosen = victims.choose_for_load(state, demand, entry, evicting)
+    if chosen is None:
+        return None
+    demand, going = chosen
+    for victim in going:
+        transitions.retire(state, victim)
+    transaction = Transaction.reserve(
+        state.next_transaction(), state.pool, demand, victims=going, last_launch=state.launched
+    )
+    if transaction is None:
+        raise InternalFault(
+            ErrorCode.TRANSACTION_STATE,
+            f"{len(going)} victims were chosen for {demand} and do not cover it",
+        )
+    for victim in going:
+        transitions.unpublish(state, victim)
+    return transaction
+
+
+def take_spare(state: EngineState, demand: Demand, entry: AdapterEntry) -> Transaction | None:
+    """`take` for a load that nobody waits for: only what is left beyond what admitted requests will want (0x09J)."""
+    if not prefetch_safe(demand.adapter, state.available_pages, committed_growth(state), demand.guard):
+        return None
+    return take(state, demand, entry, evicting=False)
+
+
+def committed_growth(state: EngineState) -> int:
+    """Pages that running requests will still take within the growth horizon."""
+    table, kv = state.table, state.limits.kv
+    slots = np.flatnonzero(table.active & ~table.stopping)
+    if not slots.size:
+        return 0
+    left = table.max_outputs[slots] - table.outputs_planned[slots]
+    ends = np.maximum(table.known[slots], table.planned[slots]) + np.minimum(
+        left, state.limits.growth_horizon
+    )
+    pages = -(-ends // kv.page_tokens) - table.pages[slots]
+    return int(np.maximum(pages, 0).sum())
+
+
+def shortfall(state: EngineState, demand: Demand, entry: AdapterEntry) -> str:
+    """Why `take` found nothing, in numbers."""
+    reclaimable = victims.reclaimable_pages(state, entry)
+    missing = max(
+        demand.required - state.available_pages - reclaimable,
+        state.adapter_pages + demand.adapter - reclaimable - state.caps.adapter_pages,
+    )
+    if missing > 0:
+        return (
+            f"{demand.required} pages are needed, {state.available_pages} are free and {reclaimable} can be reclaimed, "
+            f"adapters may take {state.caps.adapter_pages}: {missing} are missing"
+        )
+    return f"all {state.caps.resident_adapters} adapters that may be resident are in use"
