@@ -14,7 +14,7 @@ from sqlalchemy import text
 from tests.server.rig import BASE, BASE_ABI, Front, error_of, run
 
 from loraplex.catalog.database import Database
-from loraplex.catalog.requests import RequestLog, RequestRecord
+from loraplex.catalog.requests import ProvenanceRecord, RequestLog
 from loraplex.catalog.store import CatalogStore
 from loraplex.core.errors import CapacityError, ErrorCode, InternalFault
 from loraplex.core.messages import TokenBinding, Tokens
@@ -133,9 +133,9 @@ def test_a_record_is_its_tenants_and_the_operators(tmp_path: Path) -> None:
     run(tmp_path, test, api_key_file=str(file))
 
 
-def record(request_id: str, at_ms: int = 0) -> RequestRecord:
+def record(request_id: str, at_ms: int = 0) -> ProvenanceRecord:
     digest = "d" * 64
-    return RequestRecord(
+    return ProvenanceRecord(
         request_id,
         "default",
         0,

@@ -34,7 +34,7 @@ class ChoiceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admissions: int = 0
 
 
-class RequestRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProvenanceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One attempt of one request. Digests: base, artifact, semantic and kernel ABI (None for the base model), and the
     request binding, which covers them, the tenant, the id, the attempt and the sampling policy. model: what was served,
     `alias@revision` or the base's name. catalog_generation: at which the name was resolved. at_ms: its end, since 1970.
@@ -72,7 +72,7 @@ class RequestLog:
         self._max_records = max_records
         self._max_age_ms = max_age_s * _MS
 
-    def write(self, records: Sequence[RequestRecord]) -> None:
+    def write(self, records: Sequence[ProvenanceRecord]) -> None:
         """Add records, in one transaction. Raises `catalog_unavailable`; then none was added."""
         rows = []
         for record in records:
@@ -87,7 +87,7 @@ class RequestLog:
             with self._database.writing() as connection:
                 connection.execute(insert(requests), rows)
 
-    def find(self, request_id: str, tenant: str | None = None) -> list[RequestRecord]:
+    def find(self, request_id: str, tenant: str | None = None) -> list[ProvenanceRecord]:
         """Records of a request id, the last written first. tenant: only its own; None: anybody's."""
         if "\0" in request_id:  # no record has one, and not every database can be asked
             return []
@@ -111,12 +111,12 @@ class RequestLog:
             return int(done.rowcount)
 
 
-def _decode(text: str, sealed: str, request_id: str) -> RequestRecord:
+def _decode(text: str, sealed: str, request_id: str) -> ProvenanceRecord:
     data = text.encode()
     if seal(data) != sealed:
         raise damaged(f"the record of request {request_id!r} does not match its seal")
     try:
-        record = msgspec.json.decode(data, type=RequestRecord)
+        record = msgspec.json.decode(data, type=ProvenanceRecord)
     except msgspec.DecodeError as error:
         raise damaged(f"the record of request {request_id!r} cannot be read: {error}") from None
     if record.request_id != request_id:

@@ -33,7 +33,7 @@ NULL_PAGE = PageId(0)
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GenerationNumber:
     """A counter in one namespace. Subclasses are the namespaces; they never compare with each other."""
 
     value: int
@@ -76,31 +76,31 @@ class Generation:
         return hash((type(self).__name__, self.value))
 
 
-class CatalogRevision(Generation):
+class CatalogRevision(GenerationNumber):
     """Advances when an alias or an authorization record is republished."""
 
 
-class RequestAttempt(Generation):
+class RequestAttempt(GenerationNumber):
     """Advances when a request is retried or replayed as a new attempt."""
 
 
-class SlotGeneration(Generation):
+class SlotGeneration(GenerationNumber):
     """Advances when a physical adapter slot is republished."""
 
 
-class PointerTableGeneration(Generation):
+class PointerTableGeneration(GenerationNumber):
     """Advances when kernel pointer metadata is rebuilt."""
 
 
-class PlanGeneration(Generation):
+class PlanGeneration(GenerationNumber):
     """Advances with each batch plan."""
 
 
-class CacheGeneration(Generation):
+class CacheGeneration(GenerationNumber):
     """Advances when committed KV state advances or rolls back."""
 
 
-class RngGeneration(Generation):
+class RngGeneration(GenerationNumber):
     """Advances when sampling state advances."""
 
 

@@ -13,7 +13,7 @@ from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import (
     CacheGeneration,
     CatalogRevision,
-    Generation,
+    GenerationNumber,
     PlanGeneration,
     PointerTableGeneration,
     RequestAttempt,
@@ -35,7 +35,7 @@ class GenerationVector:
     rng: RngGeneration
 
 
-_KINDS: Final[dict[str, type[Generation]]] = {
+_KINDS: Final[dict[str, type[GenerationNumber]]] = {
     "catalog": CatalogRevision,
     "request": RequestAttempt,
     "slot": SlotGeneration,
@@ -79,7 +79,7 @@ def decode(record: dict[str, str]) -> GenerationVector:
     return GenerationVector(**{name: _parse(name, text) for name, text in record.items()})  # type: ignore[arg-type]
 
 
-def _parse(name: str, text: str) -> Generation:
+def _parse(name: str, text: str) -> GenerationNumber:
     namespace, _, value = text.partition(":")
     if namespace != name:
         raise InternalFault(

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from loraplex.catalog.requests import ChoiceRecord, RequestLog, RequestRecord
+from loraplex.catalog.requests import ChoiceRecord, ProvenanceRecord, RequestLog
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.ids import (
@@ -97,14 +97,14 @@ def request_record(
     prompt_tokens: int,
     engine_epoch: int,
     device: str,
-) -> RequestRecord:
+) -> ProvenanceRecord:
     """The record of a request that ended now. engine_epoch: which engine of this server, counted from 0."""
     policy = digest({"choices": [_plain(choice.sampling) for choice in choices]})
     binding = RequestBinding(
         namespace=tenant, request_id=request_id, attempt=attempt, lineage=request_id, base=served.base,
         semantic=served.semantic, policy=policy,
     )  # fmt: skip
-    return RequestRecord(
+    return ProvenanceRecord(
         request_id=request_id,
         tenant=tenant,
         attempt=attempt,
@@ -180,13 +180,13 @@ class Provenance:
     off_loop: OffLoop
     attempts: Attempts = field(default_factory=Attempts)
     lost: int = 0
-    _queue: deque[RequestRecord] = field(default_factory=deque)
+    _queue: deque[ProvenanceRecord] = field(default_factory=deque)
     _since_prune: int = PRUNE_EVERY
     _task: asyncio.Task[None] | None = None
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def add(self, record: RequestRecord) -> None:
+    def add(self, record: ProvenanceRecord) -> None:
         """Remember a record; it is written soon. Never waits."""
         if len(self._queue) >= limits.MAX_UNWRITTEN_RECORDS:
             self.lost += 1
@@ -200,14 +200,14 @@ class Provenance:
                 asyncio.create_task(self._write_always()), _log, "request records are no longer written"
             )
 
-    async def find(self, request_id: str, tenant: str | None) -> list[RequestRecord]:
+    async def find(self, request_id: str, tenant: str | None) -> list[ProvenanceRecord]:
         """Records of a request id, the newest first; raises `request_not_found` when there are none."""
         waiting = [
             record
             for record in self._queue
             if record.request_id == request_id and tenant in (None, record.tenant)
         ]
-        stored: list[RequestRecord] = await self.off_loop(lambda: self.log.find(request_id, tenant))
+        stored: list[ProvenanceRecord] = await self.off_loop(lambda: self.log.find(request_id, tenant))
         records = [*reversed(waiting), *(record for record in stored if record not in waiting)]
         if not records:
             raise CallerError(
