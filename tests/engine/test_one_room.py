@@ -41,6 +41,12 @@ def test_whether_there_is_room_is_answered_by_one_property() -> None:
     assert places("pool.free") == {"engine/state.py", "engine/commit.py", "memory/transaction.py"}
 
 
+def test_pages_are_taken_in_one_module() -> None:
+    """`memory/transaction.py` is what it takes them with."""
+    for taken in ("Transaction.reserve", "pool.reserve"):
+        assert places(taken) == {"engine/residency/room.py", "memory/transaction.py"}
+
+
 @pytest.mark.parametrize("word", ["choose", "eligible"])
 def test_a_decisions_word_names_one_function(word: str) -> None:
     defined = [

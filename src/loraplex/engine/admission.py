@@ -18,7 +18,7 @@ from loraplex.engine.request_state import LoadJob, Phase, Purpose, RequestRecord
 from loraplex.engine.residency import feasibility, hosting, loads, room, transitions, victims
 from loraplex.engine.state import EngineState
 from loraplex.memory.residency import AdapterEntry
-from loraplex.memory.transaction import Demand, Transaction
+from loraplex.memory.transaction import Demand
 from loraplex.schedule.predicates import Readiness, eligible, loadable, readiness
 from loraplex.schedule.queue import Ticket
 
@@ -97,13 +97,11 @@ def _try(state: EngineState, record: RequestRecord) -> Outcome:
         return _refuse(state, record, refusal)
     if entry is not None and ready is not Readiness.READY:
         return _try_cold(state, record, entry, demand, ready)
-    missing = demand.required - state.available_pages
-    reclaimable = victims.reclaimable_pages(state, entry) if missing > 0 else 0
-    if not eligible(ready, state.table.free_slots, demand, state.available_pages, reclaimable):
+    available = state.available_pages
+    reclaimable = victims.reclaimable_pages(state, entry) if available < demand.required else 0
+    if not eligible(ready, state.table.free_slots, demand, available, reclaimable):
         return Outcome.BLOCKED
-    if missing > 0 and not room.evict_for(state, missing, entry):
-        return Outcome.BLOCKED
-    record.transaction = Transaction.reserve(state.next_transaction(), state.pool, demand)
+    record.transaction = room.take_for_request(state, demand, entry)
     if record.transaction is None:
         return Outcome.BLOCKED
     bind(state, record)
@@ -133,7 +131,7 @@ def _try_cold(
         return Outcome.EARLY  # how many steps its pause lasts says nothing of pages, and must decide nothing
     if ready is Readiness.ABSENT or not loadable(entry):
         return Outcome.SKIPPED
-    transaction = room.take(state, demand, entry)
+    transaction = room.take_for_load(state, demand, entry)
     if transaction is None:
         return Outcome.SKIPPED
     record.transaction = transaction

@@ -52,8 +52,7 @@ def _make_way(state: EngineState) -> None:
 
 def _give_all(state: EngineState, slots: Slots, counts: I32) -> None:
     """Pages for every slot at once, where enough are free."""
-    txn = state.next_transaction()
-    pages = state.pool.reserve(int(counts.sum()), txn)
+    pages, txn = room.take_for_rows(state, int(counts.sum()))
     incarnations = state.table.incarnation[slots]
     state.pool.own(pages, txn, PageState.KV, np.repeat(slots, counts), np.repeat(incarnations, counts))
     state.deltas.page_table(state.table.add_pages_each(slots, counts, pages))
@@ -65,8 +64,7 @@ def _give(state: EngineState, slot: int, count: int) -> bool:
             continue
         if not _preempt_younger(state, slot):
             return False
-    txn = state.next_transaction()
-    pages = state.pool.reserve(count, txn)
+    pages, txn = room.take_for_rows(state, count)
     state.pool.own(pages, txn, PageState.KV, slot, int(state.table.incarnation[slot]))
     state.deltas.page_table(state.table.add_pages(slot, pages))
     return True

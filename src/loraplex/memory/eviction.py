@@ -110,6 +110,7 @@ def cover(
 ) -> Cover[C]:
     """The fewest of ranked candidates, from the first on, that make up `pages_needed` and `count_needed`; else all of them.
 
+    candidates: in the order in which they go, of one class or several; read no further than they are needed.
     held: pages of each class now. floors: pages below which a class gives nothing up; what would take it below is
     passed over.
     """

@@ -1,1 +1,1 @@
-"""Which adapters are where: registration, loads, host images, wishes, and who gives pages up."""
+"""Which adapters are where: registration, loads, host images, wishes; who gives pages up, and whether there is room."""

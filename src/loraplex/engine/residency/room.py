@@ -2,7 +2,7 @@
 
 Room is what `EngineState.available_pages` says and what `victims` would give up. Eviction for requests frees pages at once,
 because their work is ordered after every launch that used them; a load takes its victims' pages inside its transaction.
-Never chooses who goes, and never says that waiting is in vain (`feasibility` does).
+Every page that a request or a load gets is taken here. Never chooses who goes, and never says that waiting is in vain (`feasibility` does).
 
 Specification: 0x05C (joint admission), 0x09J (speculative loads); DESIGN 4 "Residency".
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.core.packed import I32
 from loraplex.engine.residency import transitions, victims
 from loraplex.engine.state import EngineState
 from loraplex.memory.eviction import PageClass
@@ -40,7 +41,24 @@ def evict_for(state: EngineState, pages: int, keep: AdapterEntry | None = None) 
     return True
 
 
-def take(
+def take_for_rows(state: EngineState, count: int) -> tuple[I32, int]:
+    """`count` of the available pages for requests that run, and the transaction that has them; the caller owns them next."""
+    txn = state.next_transaction()
+    return state.pool.reserve(count, txn), txn
+
+
+def take_for_request(state: EngineState, demand: Demand, entry: AdapterEntry | None) -> Transaction | None:
+    """The pages of a request that needs no load, idle adapters evicted for it; None, with nothing changed, without room.
+
+    entry: its adapter, which stays.
+    """
+    missing = demand.required - state.available_pages
+    if missing > 0 and not evict_for(state, missing, entry):
+        return None
+    return Transaction.reserve(state.next_transaction(), state.pool, demand)
+
+
+def take_for_load(
     state: EngineState, demand: Demand, entry: AdapterEntry, *, evicting: bool = True
 ) -> Transaction | None:
     """The joint transaction for a load of `entry`, victims retired inside it; None, with nothing changed, without room.
@@ -67,10 +85,10 @@ def take(
 
 
 def take_spare(state: EngineState, demand: Demand, entry: AdapterEntry) -> Transaction | None:
-    """`take` for a load that nobody waits for: only what is left beyond what admitted requests will want (0x09J)."""
+    """`take_for_load` for a load that nobody waits for: only what is left beyond what admitted requests will want (0x09J)."""
     if not prefetch_safe(demand.adapter, state.available_pages, committed_growth(state), demand.guard):
         return None
-    return take(state, demand, entry, evicting=False)
+    return take_for_load(state, demand, entry, evicting=False)
 
 
 def committed_growth(state: EngineState) -> int:
@@ -88,7 +106,7 @@ def committed_growth(state: EngineState) -> int:
 
 
 def shortfall(state: EngineState, demand: Demand, entry: AdapterEntry) -> str:
-    """Why `take` found nothing, in numbers."""
+    """Why `take_for_load` found nothing, in numbers."""
     reclaimable = victims.reclaimable_pages(state, entry)
     missing = max(
         demand.required - state.available_pages - reclaimable,

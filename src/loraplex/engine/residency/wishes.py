@@ -160,7 +160,7 @@ def _advance(state: EngineState, wanted: Want) -> bool:
     if purpose.speculative:
         transaction = room.take_spare(state, demand, entry)
     else:
-        transaction = room.take(state, demand, entry)
+        transaction = room.take_for_load(state, demand, entry)
     if transaction is not None:
         loads.begin(state, entry, transaction, purpose)
         return False
