@@ -5,7 +5,7 @@ without the processor's help. So a part of the host tier is a region of fixed si
 before the loader starts. The loader places images in it and is the only one that writes; whoever holds a device maps it,
 locks it and reads images where they lie. What finds no room there is a file of its own (`images`).
 
-Specification: 0x04A (pinned host staging); DESIGN 4 "Loading".
+Specification: 0x04A (pinned host staging); rulings "Loading".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A small adapter that leaves a slab with neighbours in it frees a block and no pa
 pages of their own and by whole slabs; a single small adapter offers its block to another of its class, and its entry in
 the slot directory. Eligibility, ranking and floors are `memory.eviction`'s; here they are applied to the engine's adapters.
 
-Specification: 0x05D (three steps); DESIGN 4 "Residency".
+Specification: 0x05D (three steps); rulings "Residency".
 """
 
 from __future__ import annotations

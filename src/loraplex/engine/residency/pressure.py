@@ -3,7 +3,7 @@
 What could give way is `offers`'. Eviction for requests' growth frees pages at once, because that work is ordered after
 every launch that used them. A load takes its victims' pages inside its transaction.
 
-Specification: 0x05C, 0x05D; DESIGN 4 "Residency", "Leases" (pins).
+Specification: 0x05C, 0x05D; rulings "Residency", "Leases" (pins).
 """
 
 from __future__ import annotations
