@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 LIBRARY = ROOT / "src" / "loraplex"
 CHAPTERS = sorted((DOCS / "specification").glob("*.md"))
+DECISIONS = sorted((DOCS / "decisions").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 SOURCES = sorted(
     path
@@ -139,9 +140,23 @@ def test_the_index_lists_every_section_and_nothing_else() -> None:
     assert dict(re.findall(r"^\| \[(0x\w+)\]\(([^)]+)\)", index, re.MULTILINE)) == sections()
 
 
-@pytest.mark.parametrize("page", ["terms.md", "architecture.md"])
-def test_every_module_that_a_page_names_is_there(page: str) -> None:
-    assert not missing_paths((DOCS / page).read_text(encoding="utf-8"), LIBRARY)
+def test_the_index_lists_every_decision_and_nothing_else() -> None:
+    index = (DOCS / "decisions.md").read_text(encoding="utf-8")
+    decisions = {
+        f"decisions/{page.name}#{anchor(heading)}"
+        for page in DECISIONS
+        for heading in re.findall(r"^## (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert {link for link in LINK.findall(index) if "#" in link} == decisions
+
+
+@pytest.mark.parametrize(
+    "page",
+    [DOCS / "terms.md", DOCS / "architecture.md", *DECISIONS],
+    ids=lambda page: page.name,
+)
+def test_every_module_that_a_page_names_is_there(page: Path) -> None:
+    assert not missing_paths(page.read_text(encoding="utf-8"), LIBRARY)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
