@@ -1,7 +1,7 @@
 """Adapters of this worker: registered, described, removed, revoked.
 
 Registering takes an image that lies verified in the disk store; whether it goes on to host and device is decided by
-calls (`controls`), by requests (`admission`) and by the queue. Removal stops new requests at once and waits for nobody:
+calls (`wishes`), by requests (`admission`) and by the queue. Removal stops new requests at once and waits for nobody:
 the adapter leaves when its last lease, its copy and the last launch that names it are gone. Revocation ends its requests.
 
 Specification: 0x07F to 0x07I; rulings "Residency".
