@@ -1,6 +1,6 @@
 """One field of a valid plan is changed at a time; each change is refused with the code of the invariant that it breaks.
 
-Specification: 0x02D, 0x03C, 0x03E, 0x06E; DESIGN 8 "Malformed inputs".
+Specification: 0x02D, 0x03C, 0x03E, 0x06E; rulings "Tests" (malformed inputs).
 """
 
 from __future__ import annotations

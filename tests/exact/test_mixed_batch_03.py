@@ -1,4 +1,4 @@
-"""0x02C, 0x02D, 0x03B, 0x03C, 0x03E: the seed's mixed batch through the shipping planner."""
+"""0x02C, 0x02D, 0x03B, 0x03C, 0x03E: the specification's mixed batch through the shipping planner."""
 
 from __future__ import annotations
 

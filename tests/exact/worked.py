@@ -1,6 +1,6 @@
-"""The seed's two worked adapter batches, as inputs for every operator family.
+"""The specification's two worked adapter batches, as inputs for every operator family.
 
-The seed prints, for 0x02E, factors, grouped inputs, Z, D and Y; W and the base-only inputs follow from Y and are
+The specification gives, for 0x02E, factors, grouped inputs, Z, D and Y; W and the base-only inputs follow from Y and are
 listed here as ours. For 0x06C it prints Z and D only; factors, scales and inputs here are ours and give every printed
 value exactly.
 """

@@ -1,7 +1,7 @@
 """Equality level b for half precision: what a type does to a model is measured on the CPU, and bounds what a device may do.
 
 The reference is float32. The yardstick is the same model in the same half type in plain torch on the CPU, fed with the
-same tokens. See docs/decisions.md, "Half precision is held to its own error".
+same tokens. See docs/decisions/tests.md, "Half precision is held to its own error".
 """
 
 from __future__ import annotations

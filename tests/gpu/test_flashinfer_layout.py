@@ -1,6 +1,6 @@
 """FlashInfer reads and writes the page-major pool in place.
 
-Owns the proof behind DESIGN.md 4 "One page pool": one flat buffer of equal pages, a page being
+Owns the proof behind rulings "One page pool": one flat buffer of equal pages, a page being
 ``[layers, 2, page_tokens, kv_heads, head_dim]``, is usable through strided per-layer views by decode,
 fa2, fa3 and append, also where element offsets do not fit into 32 bits. Everything a request does not own
 is NaN, so one read of a wrong page, or of the unwritten tail of a right one, shows in the output.

@@ -1,6 +1,6 @@
 """Pages in more than name: nothing outside owned bytes is read, a warm step copies nothing, an open copy delays nobody.
 
-Specification: DESIGN 8 "No decorative plan ... no pages in name only".
+Specification: rulings "Tests" (no decorative plan, no pages in name only).
 """
 
 from __future__ import annotations

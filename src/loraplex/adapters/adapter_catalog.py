@@ -4,7 +4,7 @@
 `refresh`. Without a URL the catalog is an SQLite database in memory, forgotten with its process; the code is the same.
 Its changes are synchronous and may wait for a disk: an event loop calls them from another thread.
 
-Specification: 0x07F; DESIGN 4 "Leases".
+Specification: 0x07F; rulings "Leases".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An adapter is registered before a name means it and leaves the engine when no name stands for it and no request is bound
 to it; its image goes when nobody can name it any more. Knows nothing of names but whether one stands for an artifact.
 
-Specification: 0x07H (leases); DESIGN 4 "Leases".
+Specification: 0x07H (leases); rulings "Leases".
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ their digest is the recorded one. Database calls run in a thread of their own.
 
 Never reads adapter files itself (the preparation does) and never touches pages.
 
-Specification: 0x07F (swap by compare-and-set), 0x07H (leases), DESIGN 4 "Leases".
+Specification: 0x07F (swap by compare-and-set), 0x07H (leases), rulings "Leases".
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ class AdapterService(CatalogNames):
     # Questions
 
     async def describe(self, alias: str, tenant: str = DEFAULT_NAMESPACE) -> dict[str, Any]:
-        """One adapter with the engine's view of it (DESIGN 5)."""
+        """One adapter with the engine's view of it (interface "HTTP")."""
         revision = self._catalog.current(alias, tenant)
         return revision.describe(await self._engine.call(Inspect(0)))
 

@@ -1,6 +1,6 @@
 """What names mean at this moment, to whom: questions to the catalog as this process sees it, answered without waiting.
 
-Specification: DESIGN 4 "Tenants".
+Specification: rulings "Tenants".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From a folder to a registered image: fetch, verify, hash, convert, store. Heavy, and never on the step loop.
 
-Specification: DESIGN 2 step 4, DESIGN 4 "Loading"; 0x01G.
+Specification: architecture "A request's way" (4), rulings "Loading"; 0x01G.
 """
 
 from __future__ import annotations

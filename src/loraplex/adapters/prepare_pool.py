@@ -6,7 +6,7 @@ dies is replaced and the preparation in hand begun again, once; then it fails wi
 One child reads what is on this machine. What must be downloaded has others, each with one preparation at a time, so that a
 remote source that answers slowly, or never, holds up neither local folders nor, until there are many, other downloads.
 
-Specification: DESIGN 4 "Loading", "Processes".
+Specification: rulings "Loading", "Processes".
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Revisions that this process has not read: of an earlier run, of another server, and superseded ones that are named again.
 
 Each is read from its source when it is asked for, or one at a time in the background, by one task however many ask; and
-it is served only if its digest is the recorded one. Never publishes. Specification: 0x01G; DESIGN 4 "Identity".
+it is served only if its digest is the recorded one. Never publishes.
+Specification: 0x01G; rulings "Identity".
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ on the device copies the new revision beside the old one before the alias moves;
 shortfall, unless it was asked to drain: then the alias moves at once, its new requests queue, and the new revision loads
 into what the old one leaves.
 
-Never decides who is evicted and never touches a catalog. Specification: 0x07G, 0x07J; DESIGN 4 "Leases".
+Never decides who is evicted and never touches a catalog. Specification: 0x07G, 0x07J; rulings "Leases".
 """
 
 from __future__ import annotations

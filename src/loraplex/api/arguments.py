@@ -3,7 +3,7 @@
 Whatever has another type is refused by name with a typed error before anything is submitted; nothing is converted that
 could mean something else: 1.7, True and "3" are no token ids. Arrays of integers are, by their `tolist`.
 
-Specification: DESIGN 5 "Python".
+Specification: interface "Python".
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`LLM`: the offline, in-process API over the same engine that the server drives.
 
-Registration and generation run in the caller's thread; nothing is asynchronous here. Specification: DESIGN 5.
+Registration and generation run in the caller's thread; nothing is asynchronous here.
+Specification: interface "Python".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The manifest of an artifact: its identity records and the kernel ABIs of its conversions.
 
-Specification: 0x01G "Worked Rank-And-Shard Identity Trace".
+Specification: 0x01G "Worked identity".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every field that PEFT 0.21 writes is classified in `fields`: applied, inert, or refused unless it is off. A field that
 nobody knows is refused by name unless its value is off too. Specification: 0x01G (effective configuration), 0x0C
-(malformed scaling metadata); DESIGN 4 "Identity".
+(malformed scaling metadata); rulings "Identity".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The way in: a folder becomes an artifact, or a typed refusal.
 
-Specification: 0x01G; DESIGN 2 step 4 (verify, hash over the bytes read).
+Specification: 0x01G; architecture "A request's way" (4) (verify, hash over the bytes read).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 h scales inputs (IA3 of a feed-forward), g scales outputs (DoRA, IA3), c is added last. The base GEMM adds the base's own
 bias b inside the parentheses for every row, so the stored c is the method's constant minus g b: (b' - b) for a trained
 bias b', (1 - g) b for DoRA, s times the bias of B, nothing for IA3, whose constant is g b itself. `identity.kernel.CONSTANT`
-binds this convention. Plain LoRA has no vector. Specification: DESIGN 4 "Operators".
+binds this convention. Plain LoRA has no vector. Specification: rulings "Operators".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decode throughput of the engine on a device, with synthetic adapters: the rows of DESIGN 7, their roofline, latency.
+"""Decode throughput of the engine on a device, with synthetic adapters: the rows of docs/benchmarks.md, roofline, latency.
 
 Requests enter together and ask for the same number of greedy tokens, so each row is one batch from first prompt to last
 token, prefill included. Every row runs once unmeasured, which also loads its adapters. Owns the clock of the benchmark;
@@ -77,7 +77,7 @@ CASES: Final = (
     EngineCase(64, temperature=0.8, top_p=0.95), EngineCase(256, temperature=0.8, top_p=0.95),
     EngineCase(64, AdapterMix(64), cold=True),
 )  # fmt: skip
-"""The rows of DESIGN 7, what sampling adds, then cold adapters."""
+"""The rows of docs/benchmarks.md, what sampling adds, then cold adapters."""
 PROFILED: Final = (0, 1, 2, 6, 7)
 """Rows of which a profile is worth its time."""
 
@@ -360,7 +360,7 @@ def kind_of(kernel: str) -> str:
 def run_device_decode(
     repeats: int, profile: bool, only: tuple[int, ...], report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure the rows of DESIGN 7 on the CUDA device; the whole record. only: indices of `CASES`, none is all."""
+    """Measure the rows of docs/benchmarks.md on the CUDA device; the whole record. only: indices of `CASES`, none is all."""
     import platform
     import tempfile
     from pathlib import Path

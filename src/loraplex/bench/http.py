@@ -4,7 +4,7 @@ The load comes from this process, which counts chunks and parses nothing. The se
 it joins tokens that arrive faster than it can send them, and paced, where every token is a chunk of its own. Beside the
 rate stands the processor time of the server's own process for a token, which other work on the machine moves less.
 
-Specification: DESIGN 6; DEPENDENCIES.md (servers that were tried).
+Specification: rulings "Dependencies".
 """
 
 from __future__ import annotations

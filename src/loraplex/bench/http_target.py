@@ -4,7 +4,7 @@
 all, over an engine process without a model. LORAPLEX_BENCH_STEPS is how many steps a second that engine makes, each a
 token for every request; without it, as many as it can.
 
-Never measures anything itself. Specification: DESIGN 6 (what a server was chosen for).
+Never measures anything itself. Specification: rulings "Dependencies".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How fast identity is: verifying, hashing and host-loading an adapter; registering many; looking names up.
 
 The yardstick is `sha256sum` over the same file in the same run: a load cannot be faster than one hash over its bytes on
-as many threads. Files come from the page cache. Specification: DESIGN 4 "Loading".
+as many threads. Files come from the page cache. Specification: rulings "Loading".
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ bytes allow; `rotated_bytes` says what a run moves through. On CUDA the walks of
 is the bytes that must move (`ops.ledger.branch_bytes`) at the copy rate measured in the same run. Errors are against
 float64. Owns no operator.
 
-Specification: 0x02H, 0x06B, 0x06D; DESIGN 7.
+Specification: 0x02H, 0x06B, 0x06D; benchmarks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`loraplex bench step`: processor time that the control plane takes for one iteration, with nothing behind it.
 
 The engine that a server runs, over a backend that answers each plan with made-up tokens at once; what the backend takes
-is not counted. Every request decodes; others wait. Specification: DESIGN 7 ("Host time per step").
+is not counted. Every request decodes; others wait. Specification: benchmarks (host time a step).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A CUDA engine's backend: weights, warm-up, pool and graphs in the order of start-up; sizes follow what memory is left.
 
-Specification: DESIGN 4 "Start-up".
+Specification: rulings "Start-up".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which folder holds the model that was asked for, and what clients call it. Converts a GGUF once, with a progress bar.
 
-Specification: DESIGN 4 "Start-up", "CPU is the embedded default".
+Specification: rulings "Start-up", "Embedded default".
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ folder that does not have its digest is dropped. The store has a limit: what no 
 only superseded ones name, the least recently used first; never what somebody is reading. Shared by all servers of a
 cache folder.
 
-Specification: DESIGN 3 (`catalog/`: sources); 0x0C (malformed input fails closed).
+Specification: architecture "Names and what they stand for"; 0x0C (malformed input fails closed).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`loraplex catalog`: an operator's commands over a catalog's database, with or without a server on it.
 
-Servers see what is granted here within their next look at the catalog. Specification: DESIGN 4 "Tenants", DESIGN 5.
+Servers see what is granted here within their next look at the catalog.
+Specification: rulings "Tenants"; interface "Command line".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns transactions and what a failure of the database becomes. Synchronous: whoever has an event loop calls it from
 another thread. Writers take the database's write lock first, so that a compare-and-set reads what it will replace.
 
-Specification: DESIGN 6 (SQLAlchemy Core, synchronous); 0x07F.
+Specification: rulings "Dependencies" (SQLAlchemy Core, synchronous); 0x07F.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A record is stored as canonical JSON beside a seal, the digest of that text. Wha
 accepted only when the text is strict, the seal is right, and every digest follows from the others: a row that somebody
 edited is refused, never served. Owns no storage.
 
-Specification: 0x01G (an alias is provenance, the bytes are identity), 0x0D (alias treated as content); DESIGN 4
+Specification: 0x01G (an alias is provenance, the bytes are identity), 0x0D (alias treated as content); rulings
 "Identity", "Tenants".
 """
 
@@ -123,7 +123,7 @@ class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self.artifact.check()
 
     def describe(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """The adapter's public JSON (DESIGN 5). figures: the engine's answer to `Inspect`."""
+        """The adapter's public JSON (interface "HTTP"). figures: the engine's answer to `Inspect`."""
         entries = [entry for entry in figures["adapters"] if entry["key"] == self.key]
         live: Mapping[str, Any] = next((entry for entry in entries if not entry["removing"]), {})
         artifact = self.artifact

@@ -1,7 +1,7 @@
 """The durable record of each served request: which bytes, under which identity, at which generations, answered it.
 
 Written in batches by whoever served it, found by request id, bounded by age and number. Holds no prompt and no output.
-Specification: 0x01G (request binding, slot binding, generation snapshot); DESIGN 4 "Identity".
+Specification: 0x01G (request binding, slot binding, generation snapshot); rulings "Identity".
 """
 
 from __future__ import annotations

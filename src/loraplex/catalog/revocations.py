@@ -3,7 +3,7 @@
 The operator's revocations are rows of their own and bind everybody. A tenant's is a line of the log that names its
 namespace, and binds that alone: what others publish is not a tenant's to refuse, and two tenants may have the same bytes.
 
-Specification: 0x07I; DESIGN 4 "Tenants".
+Specification: 0x07I; rulings "Tenants".
 """
 
 from __future__ import annotations

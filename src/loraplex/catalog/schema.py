@@ -3,7 +3,7 @@
 `catalog_meta` has one row: the schema's version and the catalog's generation, which each publication advances by one.
 `publications` is the log: one row a generation. Artifacts, revisions, publications and revocations are only ever added.
 
-Specification: 0x07F; DESIGN 4 "Identity".
+Specification: 0x07F; rulings "Identity".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A damaged row never stops the rows beside it: it becomes the error of its alias. Never writes.
 
-Specification: 0x0D (the symptom of each mistaken identity); DESIGN 4 "Identity".
+Specification: 0x0D (the symptom of each mistaken identity); rulings "Identity".
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Owns the text of a source, and what a remote caller may name: a local path only 
 would fetch it from inside its network. Object stores and hubs are read with the server's own credentials and are the
 operator's to grant; a prefix given for their scheme narrows them to it. Opens nothing.
 
-Specification: DESIGN 4 "Tenants"; DESIGN 5 (`--adapter-dir`).
+Specification: rulings "Tenants"; interface "Command line".
 """
 
 from __future__ import annotations

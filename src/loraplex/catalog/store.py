@@ -4,7 +4,7 @@ A change names what it expects to replace; the loser of a race gets a conflict a
 numbered per alias from 1 and never reused, also across a removal, which leaves a tombstone. Synchronous and durable:
 when a method returns, its change survives the process; when it raises, there is no trace of it.
 
-Specification: 0x07F (publication by compare-and-set), 0x01G (catalog revision); DESIGN 4 "Leases", "Tenants".
+Specification: 0x07F (publication by compare-and-set), 0x01G (catalog revision); rulings "Leases", "Tenants".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A look-up is one dictionary access, also with ten thousand adapters. A tenant re
 may use in `default`, and anything else that it was granted as `NAMESPACE/ALIAS`; what it may not use does not exist for
 it. Rights are checked before anything is said about an alias. Never touches a database.
 
-Specification: 0x01G; DESIGN 4 "Tenants", DESIGN 2 step 2.
+Specification: 0x01G; rulings "Tenants", architecture "A request's way" (2).
 """
 
 from __future__ import annotations

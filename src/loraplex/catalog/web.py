@@ -5,7 +5,7 @@ refused, never followed, and the proxy of the environment is used as everywhere.
 however slowly the other side speaks, and reads no more bytes than it asked for. Runs in the loader process, in plain
 calls.
 
-Specification: DESIGN 3 (`catalog/`: sources), DESIGN 4 "Tenants".
+Specification: architecture "Names and what they stand for", rulings "Tenants".
 """
 
 from __future__ import annotations

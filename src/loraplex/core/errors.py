@@ -8,7 +8,7 @@
 `CODES` is the only list of codes: `docs/errors.md` is generated from it, tests read it, and an error cannot be
 raised with a code that is not in it. A code is never reused for another invariant.
 
-Specification: 0x0DA (a failure record's coordinates), DESIGN 4 "Errors".
+Specification: 0x0DA (a failure record's coordinates), rulings "Errors".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Identifiers and generations, each with a type of its own.
 
-Generations are not one counter (0x01G "Generation Is A Vector"): each namespace advances for a reason of its own,
+Generations are not one counter (0x01G "Generations are a vector"): each namespace advances for a reason of its own,
 and comparing two different ones is an error, at type-check time and at run time.
 """
 

@@ -9,7 +9,8 @@ padded beyond alignment of an extent's start and a page's tail.
 An adapter that fits into half a page takes a *block* instead: one of the 2^k equal parts, k its size class, into which a
 slab page is cut. Its image is that wide and not a page.
 
-Specification: 0x04D (demand from tensors), 0x05 (one pool), 0x06A (logical against physical rank); DESIGN 4.
+Specification: 0x04D (demand from tensors), 0x05 (one pool), 0x06A (logical against physical rank);
+rulings "One page pool".
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The ports through which the control plane touches the world; everything else it does is deterministic.
 
-Real implementations live in `runtime`, virtual ones in `sim`. A port's method may block only where it says so.
+Real ones live in `process`, `images`, `model` and `text`, virtual ones in `sim`. A method may block only where it says
+so.
 """
 
 from __future__ import annotations

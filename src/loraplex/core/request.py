@@ -1,6 +1,6 @@
 """What a caller may ask of one request: sampling parameters, checked on construction.
 
-Specification: DESIGN 4 "Sampling", DESIGN 5 (public contract of `SamplingParams`).
+Specification: rulings "Sampling", interface "Python".
 """
 
 from __future__ import annotations

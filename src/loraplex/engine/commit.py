@@ -1,6 +1,6 @@
 """commit: what a plan produced becomes state. Only here do committed frontiers, outputs and service move.
 
-Specification: 0x09K (publication events), DESIGN 4 "Frontiers and depth".
+Specification: 0x09K (publication events), rulings "Frontiers and depth".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The grammar's state moves with commits only, so that nothing has to be undone wh
 rolled back, and a preempted request goes on where it was. The next mask needs the token before it: `RunningTable`
 holds such a request back until that token is committed, and nobody else.
 
-Specification: DESIGN 4 "Sampling" (rows that need a host mask).
+Specification: rulings "Sampling" (rows that need a host mask).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Oldest requests get pages first. When the pool runs out, idle adapters go, then the youngest running request is
 preempted: its pages return, its tokens stay, and it is computed again later with equal output. Nothing is dropped.
 
-Specification: 0x05 (joint pressure), DESIGN 4 "Frontiers and depth", "Leases".
+Specification: 0x05 (joint pressure), rulings "Frontiers and depth", "Leases".
 """
 
 from __future__ import annotations

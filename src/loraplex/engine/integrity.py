@@ -3,7 +3,7 @@
 Every page has one owner that knows of it; what transactions have reserved is what loads under way hold; host images are
 held exactly by what is on the device or on its way there. Nothing is left behind when nothing is under way.
 
-Specification: 0x05A; DESIGN 4 "One page pool".
+Specification: 0x05A; rulings "One page pool".
 """
 
 from __future__ import annotations

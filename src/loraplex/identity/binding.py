@@ -1,6 +1,6 @@
 """Request and slot bindings: who asked for which function, and where it is published right now.
 
-Specification: 0x01G "Request, Slot, K/V, And Prefix Projections".
+Specification: 0x01G "Bindings of request, cache and slot".
 """
 
 from __future__ import annotations

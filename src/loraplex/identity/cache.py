@@ -2,7 +2,7 @@
 
 A key says under which function, over which tokens, in which namespace KV rows were made. It never holds a request,
 an alias, a slot or a sampling policy. A new root begins where the execution digest changes.
-Specification: 0x01G "Request, Slot, K/V, And Prefix Projections", 0x08H; DESIGN 4 "Identity".
+Specification: 0x01G "Bindings of request, cache and slot", 0x08H; rulings "Identity".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each record answers one question and holds nothing that belongs to another: an alias, a path or a slot is never part
 of what an adapter is. Digests of bytes are made by whoever read them and passed in.
 
-Specification: 0x01G; DESIGN 4 "Identity".
+Specification: 0x01G; rulings "Identity".
 """
 
 from __future__ import annotations

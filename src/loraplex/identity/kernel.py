@@ -1,7 +1,7 @@
 """The local kernel ABI: which converted bytes a kernel may consume, on which shard.
 
 Binds the semantic identity to one conversion: orientation, element type, packing, and the ranges of input and output
-that this shard holds. Specification: 0x01G "Logical Factors Are Not Physical Kernel Layouts", 0x06F.
+that this shard holds. Specification: 0x01G "Logical factors and kernel layouts", 0x06F.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The launch snapshot of one row, and its validation against the owners of what it names.
 
 This is the full form of the comparison; the engine's packed plan carries compact integers that stand for the same
-fields. Specification: 0x01G `validate_launch`.
+fields. Specification: 0x01G "Launch validation".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `AdapterManifest` is what `loraplex verify` prints. `RuntimeManifest` adds request, slot, cache and generations, so
 that an answer can be traced from its bytes to its row. A manifest is accepted only when every digest, projection and
-ledger in it follows from the rest. Specification: 0x01G "Executable Manifest And Negative Fixtures".
+ledger in it follows from the rest. Specification: 0x01G "What is refused".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The new file is mapped, and nobody else has it: it is private until it is rename
 against all other threads while memory is found for its pages, which takes longer than to copy them; a mapping is filled
 by as many threads as there are. Memory is asked for ahead of a page, so that a full disk is an error and not a signal.
 
-Specification: 0x05D (verified host source), DESIGN 4 "Loading".
+Specification: 0x05D (verified host source), rulings "Loading".
 """
 
 from __future__ import annotations

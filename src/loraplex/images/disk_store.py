@@ -1,4 +1,4 @@
-"""The host store of adapter images: one file for each kernel digest, shared by all processes of a server.
+"""The disk store of adapter images: one file for each kernel digest, shared by all processes of a server.
 
 A file appears by rename after its bytes are on disk and never changes afterwards, so a reader maps it and a delete
 only unlinks it: maps that are open stay valid. What lies in the folder's region (`region`) is the exception: its bytes are

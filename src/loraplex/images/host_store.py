@@ -3,7 +3,7 @@
 Keeps the region's books and is the only one that writes into it, so there is one for each host folder. A part of the region
 is free again when its image is dropped: an engine drops none that a copy still reads or a slot may be restored from.
 
-Specification: 0x04A (host tier), 0x05D (verified host source); DESIGN 4 "Loading".
+Specification: 0x04A (host tier), 0x05D (verified host source); rulings "Loading".
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 image from the disk store, compares every page with its checksum, and writes it to the host store, where backends map
 it. A child that dies fails what it was asked for, typed, and is replaced for the next fetch; the engine tries again.
 
-The engine's thread only writes short frames and reads what has arrived. Specification: DESIGN 4 "Loading", "Processes".
+The engine's thread only writes short frames and reads what has arrived.
+Specification: rulings "Loading", "Processes".
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A new page of shared memory costs the kernel several times the copy into it, and a device reads page-locked memory alone
 without the processor's help. So a part of the host tier is a region of fixed size: a file of zeros in the host folder, made
 before the loader starts. The loader places images in it and is the only one that writes; whoever holds a device maps it,
-locks it and reads images where they lie. What finds no room there is a file of its own (`images`).
+locks it and reads images where they lie. What finds no room there is a file of its own (`image_file`).
 
-Specification: 0x04A (pinned host staging); DESIGN 4 "Loading".
+Specification: 0x04A (pinned host staging); rulings "Loading".
 """
 
 from __future__ import annotations

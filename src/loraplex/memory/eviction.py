@@ -6,7 +6,7 @@ Policies plug in as rankings; a floor for each class keeps one class from taking
 
 Knows no engine: who is asked, and who goes, is `engine.residency.victims`'. Never frees a page and never changes a state.
 
-Specification: 0x04F (counts), 0x05D (three steps); DESIGN 4 "Residency".
+Specification: 0x04F (counts), 0x05D (three steps); rulings "Residency".
 """
 
 from __future__ import annotations

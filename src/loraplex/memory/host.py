@@ -4,7 +4,7 @@ Owns bytes and their bound; a loader moves them. An image is absent, on its way 
 ready. Images of adapters on the device, or on their way there, are held: they are what a victim is restored from. The
 disk store below this tier keeps every registered image, so giving one up loses nothing but time.
 
-Specification: 0x04A (hierarchy), 0x05D (verified host source); DESIGN 4 "Residency", "Loading".
+Specification: 0x04A (hierarchy), 0x05D (verified host source); rulings "Residency", "Loading".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A *revision lease* is taken at enqueue and kept to the request's end: it holds t
 device pages. A *slot lease* is taken at joint admission: it counts in the slot's refcount, is given up at preemption
 and taken again on the same revision, perhaps in another slot.
 
-Specification: 0x07H, 0x04F; DESIGN 4 "Leases".
+Specification: 0x07H, 0x04F; rulings "Leases".
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ carries the number of the last launch that may name it: work ordered on the comp
 copy on any other stream only after that launch has completed. Small adapters share slab pages: such a page is owned by its
 slab, and who has which block of it is in `slabs`.
 
-Specification: 0x05A (one pool, two ownership rules), 0x04F (fences); DESIGN 4 "One page pool".
+Specification: 0x05A (one pool, two ownership rules), 0x04F (fences); rulings "One page pool".
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ A block is free, reserved by a transaction, or owned by (adapter slot, generatio
 blocks of a slab have one size class. A slab in a page that a rollback may owe to somebody is *held back*: nobody else
 gets a block of it before the transaction has ended.
 
-Specification: 0x05A (one owner for each byte), 0x04F (fences); DESIGN 3 "memory/pages.py: slab pages for small objects".
+Specification: 0x05A (one owner for each byte), 0x04F (fences); architecture "The page pool".
 """
 
 from __future__ import annotations

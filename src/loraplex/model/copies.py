@@ -6,7 +6,7 @@ adapter; a step without rows goes on until a copy has ended. On CUDA pages move 
 
 Never decides what is copied and never publishes.
 
-Specification: 0x04E (copy, event, validate); DESIGN 4 "Residency", "Loading".
+Specification: 0x04E (copy, event, validate); rulings "Residency", "Loading".
 """
 
 from __future__ import annotations

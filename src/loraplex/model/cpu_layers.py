@@ -4,7 +4,7 @@ Owns the records that the library reads (`ops/cpu/step_cpu.cpp`) and the step's 
 projection lies in panels; elsewhere `Decoder`'s torch code runs, which defines the function. Attention of prefill rows
 stays with the attention batch.
 
-Specification: 0x02, 0x03D; DESIGN 4 "Operators", "Equality".
+Specification: 0x02, 0x03D; rulings "Operators", "Equality".
 """
 
 from __future__ import annotations

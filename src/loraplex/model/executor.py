@@ -1,7 +1,7 @@
 """How a checked plan runs: the interface between the runner and a device, and its plain form in torch operators.
 
 An executor owns the tokens that later plans refer to and the sampler's state. It never checks a plan against state
-(the runner has) and never touches adapter slots. Specification: 0x03D, 0x03E; DESIGN 4 "The plan", "Sampling".
+(the runner has) and never touches adapter slots. Specification: 0x03D, 0x03E; rulings "The plan", "Sampling".
 """
 
 from __future__ import annotations

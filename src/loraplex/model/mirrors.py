@@ -4,7 +4,7 @@ A plan names what it expects of each slot; whatever differs refuses the whole pl
 transaction: `step` applies a plan's opens and page deltas, checks the plan against the outcome, and either the step
 succeeds and the frontiers move, or every mirror is as it was. Never chooses a page or a slot.
 
-Specification: 0x01G (generations are a vector), 0x06E; DESIGN 4 "Frontiers and depth".
+Specification: 0x01G (generations are a vector), 0x06E; rulings "Frontiers and depth".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Token counts on the device, for the requests that use penalties and for no others.
 
 Owns one row of counts for each such request slot; rows are made on demand and reused. Never decides which token is
-drawn. Specification: DESIGN 4 "Sampling".
+drawn. Specification: rulings "Sampling".
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Philox4x32-10, the counter-based random generator, in integer tensor operations.
 
 The same key and counter give the same 32 bits on every device and in every batch: nothing is drawn in sequence. Owns no
-state. Specification: DESIGN 4 "Sampling"; the generator is Salmon et al., "Parallel random numbers: as easy as 1, 2,
+state.
+Specification: rulings "Sampling"; the generator is Salmon et al., "Parallel random numbers: as easy as 1, 2,
 3" (2011).
 """
 

@@ -5,7 +5,7 @@ that failed gives its deltas back and a later one carries them again. Copies run
 are reported once, in the next result that is not a failure. A copy that cannot be made (image not there, tables that
 disagree with the model, bytes that differ) is reported as not intact and leaves its slot empty; it never fails the step.
 
-Specification: 0x04E (reserve, copy, validate, then publish), 0x05E; DESIGN 4 "Residency".
+Specification: 0x04E (reserve, copy, validate, then publish), 0x05E; rulings "Residency".
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Rotary position embeddings: frequencies of each kind, the table of cosines and sines, the rotation in place.
 
 Rotation pairs element i of a head with element i + head_dim / 2, as Hugging Face checkpoints expect. Angles are
-float32; the rotation runs in the table's dtype. Specification: DESIGN 4 "Start-up" (default, linear, llama3, yarn).
+float32; the rotation runs in the table's dtype.
+Specification: rulings "Start-up" (default, linear, llama3, yarn).
 """
 
 from __future__ import annotations

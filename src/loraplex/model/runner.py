@@ -7,7 +7,7 @@ mirrors as they were; adapter deltas are idempotent and may stand.
 Two rules keep a pipeline honest. Plans run in order of generation, none twice and none left out. A plan that was
 launched while the failure of an earlier one had not been collected was made for a state that never came: it is stale.
 
-Specification: 0x01F, 0x03D, 0x03E; DESIGN 4 "The plan", "Frontiers and depth".
+Specification: 0x01F, 0x03D, 0x03E; rulings "The plan", "Frontiers and depth".
 """
 
 from __future__ import annotations

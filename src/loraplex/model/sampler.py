@@ -5,7 +5,7 @@ rows do. What a row draws depends on its own logits, parameters and position alo
 
 Order of operations: logit bias; repetition penalty (prompt and output); frequency and presence (output); temperature;
 min_p; top_k; top_p; draw. Greedy takes the highest logit after the penalties, ties to the lowest id. Only rows that
-ask for a feature pay for it. Specification: 0x03E; DESIGN 4 "Sampling".
+ask for a feature pay for it. Specification: 0x03E; rulings "Sampling".
 """
 
 from __future__ import annotations

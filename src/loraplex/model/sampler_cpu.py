@@ -1,7 +1,7 @@
 """The compiled sampling functions as numpy and torch see them.
 
 Owns nothing but the way into the library; what they compute is defined by `sampler`, `truncate`, `penalties` and
-`philox`. Specification: DESIGN 4 "Sampling".
+`philox`. Specification: rulings "Sampling".
 """
 
 from __future__ import annotations

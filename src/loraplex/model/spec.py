@@ -4,7 +4,7 @@ Owns the reading of configurations and the table of module dimensions and checkp
 Whatever the decoder does not implement is refused by name with `model_unsupported`; nothing is guessed or ignored
 that would change a logit.
 
-Families: Llama (SmolLM too), Mistral, Qwen2, Qwen3. Specification: DESIGN 4 "Models".
+Families: Llama (SmolLM too), Mistral, Qwen2, Qwen3. Specification: rulings "Models".
 """
 
 from __future__ import annotations

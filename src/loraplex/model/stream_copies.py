@@ -5,7 +5,7 @@ is read into page-locked buffers first, in a few slices, so that several threads
 overlap. A thread spends its time in reads and event waits, which hold no lock of the interpreter: one read for each slice,
 and a few microseconds of Python for each run of pages. The buffers are few and fixed, so what they lock is bounded.
 
-Specification: 0x04A (pinned staging), 0x04E (copy, event, validate); DESIGN 4 "Loading".
+Specification: 0x04A (pinned staging), 0x04E (copy, event, validate); rulings "Loading".
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Truncated sampling: which tokens of a distribution may be drawn under min_p, top_k and top_p, in this order.
 
 Owns no state. What a row keeps does not depend on the rows beside it: padding carries no weight, and cumulative sums
-run in float64 from the best token down. Ties go to the lowest id. Specification: DESIGN 4 "Sampling".
+run in float64 from the best token down. Ties go to the lowest id. Specification: rulings "Sampling".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Tensors are allocated once on the device and filled shard by shard, so that the peak is the model plus one tensor.
 A missing, left-over, misshapen or non-floating tensor is `model_weights_invalid`; nothing is skipped in silence.
 
-Specification: DESIGN 4 "Models", "Start-up".
+Specification: rulings "Models", "Start-up".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Everything that a step needs is laid out once, when its operator is made: pointe
 group order, and the rows of each. A call then passes a handful of integers. A row's result is the same bits whatever
 else is in the batch and however many threads run. Input vectors and embeddings take the shared torch code.
 
-Specification: 0x02D "Indexed realization", 0x06D "fully heterogeneous kernel"; DESIGN 4 "Operators", "Equality".
+Specification: 0x02D "Indexed rows", 0x06D "one heterogeneous kernel"; rulings "Operators", "Equality".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which operator family serves a plan: by device, phase and rank only, never by adapter.
 
-Owns the choice and its reasons; never runs anything. Specification: 0x02H, 0x06E; DESIGN 4 "Operators".
+Owns the choice and its reasons; never runs anything. Specification: 0x02H, 0x06E; rulings "Operators".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Worked out from the adapter's extents in a few passes over whole arrays, because it happens on the step's own thread while
 requests run: an adapter of 224 modules takes a fraction of a millisecond. Reads no factor byte.
 
-Specification: 0x06E (ranks against extents); DESIGN 4 "One page pool".
+Specification: 0x06E (ranks against extents); rulings "One page pool".
 """
 
 from __future__ import annotations

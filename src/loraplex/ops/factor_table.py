@@ -7,7 +7,7 @@ addresses in `vectors`. Reads no factor, owns no page: it is told by whoever pub
 launch may name it and cleared after the last one (0x04E, 0x05E). Room for the addresses of split factors is taken when a
 slot is installed: where there is none, or a factor is cut in a way that kernels do not read, the load fails and no step.
 
-Specification: 0x06E (ranks against extents), DESIGN 4 "One page pool".
+Specification: 0x06E (ranks against extents), rulings "One page pool".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The rank-bucketed path of 0x06C and 0x06E: every launch has one fixed rank, buckets in increasing rank, results
 scattered by row. Factors are copied once for each row, which is what makes it slow and simple. Specification: 0x02H,
-0x06D "bucket by rank".
+0x06D "buckets by rank".
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Numbers: sums run in float32, `Z = x A^T` is rounded once to the model's dtype, 
 updated in float32 and rounded once.
 
 This module never chooses a family (`dispatch`) and never owns memory (`table`). Specification: 0x02, 0x02F, 0x06C;
-DESIGN 4 "Operators".
+rulings "Operators".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A run may cross `doff` and request boundaries: adapter identity is all that matters to a projection (0x03B). The same
 adapter may own several runs and its factors are then read once for each. Specification: 0x02B, 0x02D "Contiguous
-interval realization".
+intervals".
 """
 
 from __future__ import annotations

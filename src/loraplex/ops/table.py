@@ -5,7 +5,7 @@ page and no slot: it is told. Only bytes inside the extents of a published adapt
 
 A slot's life: empty -> installed (pages named, tables checked) -> published (usable, with a generation) -> empty.
 
-Specification: 0x04E (publish after validation), 0x05E, 0x06E (launch snapshot); DESIGN 4 "One page pool".
+Specification: 0x04E (publish after validation), 0x05E, 0x06E (launch snapshot); rulings "One page pool".
 """
 
 from __future__ import annotations

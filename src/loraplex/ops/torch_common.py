@@ -1,7 +1,7 @@
 """What the torch families share: layout checks, the outer loop over modules, vectors, and the embedding gather.
 
 A family supplies `_module`, the low-rank update of one module; everything around it is the same for all of them.
-Specification: 0x02, 0x02F; DESIGN 4 "Operators".
+Specification: 0x02, 0x02F; rulings "Operators".
 """
 
 from __future__ import annotations

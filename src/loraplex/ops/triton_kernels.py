@@ -12,7 +12,7 @@ Both kernels ask for factor bytes before they wait for the kernel in front of th
 factors of a published adapter do not change while a step runs. X, Z and Y are read after the wait only.
 
 Never here: choosing configurations (`triton_lora`), building work lists (`worklist`). Specification: 0x02E, 0x06C;
-DESIGN 4 "Operators".
+rulings "Operators".
 """
 # mypy: ignore-errors
 # Triton wants compile-time conditions apart from run-time ones.

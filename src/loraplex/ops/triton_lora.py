@@ -6,7 +6,7 @@ and `expand` apart, so that the shrink can run beside the base GEMM. Grids, cons
 model's shapes, the phase and the tuning only, so one captured graph serves every mix of adapters and ranks.
 
 Never here: which rows belong to which adapter (`worklist`), where factors lie (`factor_table`), which family serves a
-plan (`dispatch`). Specification: 0x02, 0x06; DESIGN 4 "Operators", 7.
+plan (`dispatch`). Specification: 0x02, 0x06; rulings "Operators"; benchmarks.
 """
 
 from __future__ import annotations

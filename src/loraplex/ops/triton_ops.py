@@ -4,7 +4,7 @@ Owns when device buffers are made and filled; the launches are `triton_lora`'s. 
 vectors h, and calls for a part of a fused group run through the segmented torch family, which reads the same pages.
 A step that is captured in a graph uses `TritonState` itself: `plan` outside the graph, `apply` inside.
 
-Specification: 0x02H, 0x06E; DESIGN 4 "Operators".
+Specification: 0x02H, 0x06E; rulings "Operators".
 """
 
 from __future__ import annotations

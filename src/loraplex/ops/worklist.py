@@ -5,7 +5,8 @@ rows in prefill. Each block states, for each of the seven modules, where its rec
 prefix sums over true rank tiles, so mixed ranks cost what their bytes cost. Nothing here depends on a layer or an
 address: the device fills those in once a step (`triton_kernels.records_kernel`).
 
-Numpy only; made on the host, sent in one copy. Specification: 0x02C, 0x02D, 0x03C, 0x06B; DESIGN 4 "Operators".
+Numpy only; made on the host, sent in one copy.
+Specification: 0x02C, 0x02D, 0x03C, 0x06B; rulings "Operators".
 """
 
 from __future__ import annotations

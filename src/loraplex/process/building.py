@@ -1,6 +1,6 @@
 """What the processes of engine and worker have in common: each builds something by name, or says why it could not.
 
-Knows neither engines nor models. Specification: DESIGN 4 "Processes".
+Knows neither engines nor models. Specification: rulings "Processes".
 """
 
 from __future__ import annotations

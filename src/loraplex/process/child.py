@@ -5,7 +5,7 @@ input and output; what libraries print goes to standard error. Signals to a whol
 service manager's end) are the parent's to act on: the child ignores them, ends by `END_SIGNAL`, and does not outlive its
 parent.
 
-Never restarts anything and knows nothing of engines. Specification: DESIGN 4 "Processes".
+Never restarts anything and knows nothing of engines. Specification: rulings "Processes".
 """
 
 from __future__ import annotations

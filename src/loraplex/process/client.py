@@ -3,7 +3,7 @@
 Owns what is open. Every request ends exactly once: by the engine, by its reader, by its buffer's limit, or because the
 connection was lost; then its reader hears a typed error at once. Never waits for a reader and never tokenises.
 
-Specification: DESIGN 4 "Processes", "Text".
+Specification: rulings "Processes", "Text".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Run as `python -m loraplex.process.engine_process` by the supervisor, which sends one `EngineStart` and then reads
 `EngineReport`s. One thread runs Python here.
 
-Specification: DESIGN 4 "Processes".
+Specification: rulings "Processes".
 """
 
 from __future__ import annotations

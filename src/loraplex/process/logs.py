@@ -1,6 +1,6 @@
 """Logging: one line for each event, for people or as JSON. Values go in as fields of the record, never into the text.
 
-Prompt text is never a field unless the operator asked for it. Specification: DESIGN 4 "Processes"; issue of the server.
+Prompt text is never a field unless the operator asked for it. Specification: rulings "Processes".
 """
 
 from __future__ import annotations

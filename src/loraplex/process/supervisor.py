@@ -5,7 +5,7 @@ refused as `engine_unavailable`; when one dies, open requests end as `engine_die
 `ready` only after `restore` has given it back what it knew. One that lives but does not answer is `stalled`: not ready,
 and ended if it stays so.
 
-Never decides what an engine is made of. Specification: DESIGN 4 "Processes".
+Never decides what an engine is made of. Specification: rulings "Processes".
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ client in one frame. Frames to a client are numbered, so that a client that was 
 Owns who asked for what: two clients never see each other's answers, whatever ids they choose. Never blocks on a
 client: one whose frames are not taken, or that is gone, loses its requests and nobody else waits.
 
-Specification: DESIGN 4 "Processes".
+Specification: rulings "Processes".
 """
 
 from __future__ import annotations

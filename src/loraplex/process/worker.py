@@ -3,7 +3,7 @@
 Plans cross as their packed bytes, results come back as theirs. Adapter images are found by the digest that the plan
 names, in the image store; nothing else is shared. So a log of plans is all that it takes to run a session again.
 
-Specification: DESIGN 3 (what crosses between the towers), DESIGN 8 ("No decorative plan").
+Specification: architecture "The plan", rulings "Tests" (no decorative plan).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Run as `python -m loraplex.process.worker_process` by `runtime.worker.ProcessBac
 reads one `WorkerReport` and then plans' results. It sees nothing of the control plane but plans.
 
 A thread does nothing but read: so plans are always taken, whatever a result waits for, and so the end of the parent is
-noticed during a long step too. Specification: DESIGN 3 (what crosses between the towers), DESIGN 4 "Processes".
+noticed during a long step too. Specification: architecture "The plan", rulings "Processes".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Reads the running table; writes only the frontier that planning owns. A token that is still on the device is named by
 reference to the plan that samples it.
 
-Specification: 0x03C, 0x03G; DESIGN 4 "Frontiers and depth".
+Specification: 0x03C, 0x03G; rulings "Frontiers and depth".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns order only. A step touches heads; removal of a request from the middle is lazy. Arrival order is given once and
 never reset, neither by loading nor by preemption.
 
-Specification: 0x09A (clocks), 0x09B; DESIGN 4 "The plan" (heads only).
+Specification: 0x09A (clocks), 0x09B; rulings "The plan" (heads only).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Each request has a planned and a committed KV frontier, each with its generation
 commit advances the second, and with it output, service and events. Owns the arrays and their arithmetic; never talks
 to a backend and never decides who runs.
 
-Specification: DESIGN 4 "Frontiers and depth"; 0x01G (generation vector), 0x03A (rows of a request).
+Specification: rulings "Frontiers and depth"; 0x01G (generation vector), 0x03A (rows of a request).
 """
 
 from __future__ import annotations

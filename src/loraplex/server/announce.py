@@ -1,6 +1,6 @@
 """What a starting server says to the person who started it, and what to try once it is ready.
 
-Never logs. Specification: DESIGN 5; STYLE "messages to people".
+Never logs. Specification: interface "Command line".
 """
 
 from __future__ import annotations

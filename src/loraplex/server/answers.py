@@ -1,6 +1,6 @@
 """What the server answers with: OpenAI's response bodies as structs, and the JSON encoding of everything.
 
-Specification: DESIGN 5 "HTTP".
+Specification: interface "HTTP".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A plain ASGI callable: a table of routes is all that is needed, and a disconnect must end the work at once, which
 frameworks leave to the handler. Never touches the engine's state.
 
-Specification: DESIGN 5 "HTTP".
+Specification: interface "HTTP".
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The key file holds SHA-256 digests, never keys: JSON objects one a line, or TOML
 
 A tenant's aliases are its own; those of `default`, which the command line registers, may be used by all.
 
-Specification: DESIGN 4 "Tenants".
+Specification: rulings "Tenants".
 """
 
 from __future__ import annotations

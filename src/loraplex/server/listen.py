@@ -3,7 +3,7 @@
 Signals and child processes stay with whoever runs this. Owns the address and the limits of the HTTP connection: header
 size and time. Bodies are the application's.
 
-Specification: DESIGN 4 "Processes".
+Specification: rulings "Processes".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prometheus metrics of a server. Labels are from fixed sets: never an alias, a tenant or anything that a caller chose.
 
-Specification: DESIGN 1 "Everything is visible".
+Specification: rulings "Promise".
 """
 
 from __future__ import annotations

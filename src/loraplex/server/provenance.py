@@ -4,7 +4,7 @@ Nothing waits for a record: a request's end puts it into a queue, a task writes 
 database does not answer, records wait up to a limit and are then counted as lost. A request of a second attempt with
 the id of an earlier one is told from it by its attempt.
 
-Specification: 0x01G "Request, Slot, K/V, And Prefix Projections"; DESIGN 4 "Identity".
+Specification: 0x01G "Bindings of request, cache and slot"; rulings "Identity".
 """
 
 from __future__ import annotations

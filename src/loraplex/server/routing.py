@@ -1,6 +1,6 @@
 """What handlers share: the parts of one server, and one request with its caller.
 
-Specification: DESIGN 2 (step 1).
+Specification: architecture "A request's way" (1).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ It listens first, so that a taken port is found before weights are read, and so 
 are taken when the engine and every adapter of the command line are there. The first SIGTERM or SIGINT drains: new
 requests are refused, open ones may finish within a bound and are then ended, typed. A second SIGINT ends it at once.
 
-Specification: DESIGN 4 "Processes", "Start-up".
+Specification: rulings "Processes", "Start-up".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the application serves from: the parts of one server, and whether they take requests now.
 
-Specification: DESIGN 4 "Processes".
+Specification: rulings "Processes".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An unknown field, a wrong type or an option that is not carried out is refused with the field's name; nothing is ignored.
 
-Specification: DESIGN 5 "HTTP".
+Specification: interface "HTTP".
 """
 
 from __future__ import annotations

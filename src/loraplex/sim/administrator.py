@@ -3,7 +3,7 @@
 Owns what each name means now and which calls are open. Every call is answered once; which refusals are legal is decided
 here from what the operator did and what the injector struck, never from the engine.
 
-Specification: 0x07F (a name moves only after its new revision is there), 0x09J, DESIGN 4 "Leases".
+Specification: 0x07F (a name moves only after its new revision is there), 0x09J, rulings "Leases".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ They keep books of their own, from plans, results, events and what clients asked
 the code under test, and no check of that code is relied on: the simulator's own tests switch those off and break the
 engine in each way in turn.
 
-Specification: 0x04C, 0x04F, 0x05A, 0x05E, 0x07H, 0x09A; DESIGN 8 (checkers outside the code under test).
+Specification: 0x04C, 0x04F, 0x05A, 0x05E, 0x07H, 0x09A; rulings "Tests" (checkers outside the tested code).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EDGES: Final = {
     "idle": {"active", "retiring"},
     "retiring": {"host_ready", "absent"},
 }
-"""0x04C's edges with DESIGN 4's additions, written down a second time on purpose."""
+"""0x04C's edges with the additions of rulings "Residency", written down a second time on purpose."""
 
 
 class Checkers:

@@ -8,7 +8,7 @@ plan that carried it fails and another carries it again. Free pages hold poison.
 
 Owns time, bytes and what goes wrong with them; it never chooses anything. Without a clock every plan takes no time.
 
-Specification: DESIGN 8 (simulator: a clock, a device and faults, nothing else); 0x04B (load time), 0x04F (late writes).
+Specification: rulings "Tests" (a clock, a device and faults, nothing else); 0x04B (load time), 0x04F (late writes).
 """
 
 from __future__ import annotations

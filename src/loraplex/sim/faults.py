@@ -4,7 +4,7 @@ Each seed draws a machine (pool, depth, stream order, load) and a subset of faul
 when all of them are always on. `Injector` decides each occurrence and counts it; when it is stopped, nothing strikes
 any more and the liveness phase can ask that everything finishes.
 
-Specification: 0x05H, 0x07I, 0x07K, 0x09L (what fails); DESIGN 8 (seeded swarm faults).
+Specification: 0x05H, 0x07I, 0x07K, 0x09L (what fails); rulings "Tests" (seeded swarm faults).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In the safety phase faults strike and nothing wrong may happen. Then faults and arrivals stop, and everything that is
 open must finish within a bound. One seed is one timeline, whatever the process's hash seed.
 
-Specification: DESIGN 8; 0x05H, 0x07L (the local oracles this replaces with shipping code).
+Specification: rulings "Tests"; 0x05H, 0x07L (the local oracles this replaces with shipping code).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A KV position holds a fingerprint of (token, position, adapter image). A sampled
 its history, in order. `expected_tokens` says what a request alone would produce; it knows nothing of pages, plans or
 engines, so a row that ran with a wrong adapter, a stale page, a lost or doubled position gives another token.
 
-Specification: DESIGN 8 (checkers outside the code under test).
+Specification: rulings "Tests" (checkers outside the code under test).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The environment offers what the field's templates rely on (`raise_exception`, `strftime_now`, `tojson`, loop controls,
 `{% generation %}` blocks) and nothing else; a template cannot reach Python objects or change its input.
 
-Specification: DESIGN 4 "Text".
+Specification: rulings "Text".
 """
 
 from __future__ import annotations

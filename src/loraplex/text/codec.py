@@ -3,7 +3,7 @@
 Lives in client processes; the engine sees ids only. Never imports torch. A folder without tokenizer.json has no codec
 and serves token ids.
 
-Specification: DESIGN 4 "Text".
+Specification: rulings "Text".
 """
 
 from __future__ import annotations

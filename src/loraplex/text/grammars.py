@@ -5,7 +5,7 @@ Clients make grammar text of a schema and have it checked (`schema_grammar`), wh
 compiled, and gives each request a copy of its own. Everything is bounded: a grammar that outgrows its bounds ends its
 request, typed.
 
-Specification: DESIGN 4 "Sampling", DESIGN 6 (llguidance).
+Specification: rulings "Sampling", rulings "Dependencies" (llguidance).
 """
 
 from __future__ import annotations

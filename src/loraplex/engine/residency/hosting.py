@@ -4,7 +4,7 @@ A revision lease makes sure of the registered image in the disk store; bytes in 
 images that nobody leases go first, and one that is on the device, or on its way there, is never given up, because a
 rollback restores from it. An image that fails to arrive is tried again with growing pauses.
 
-Specification: 0x04A, 0x04C (absent, host_ready); DESIGN 4 "Residency", "Loading".
+Specification: 0x04A, 0x04C (absent, host_ready); rulings "Residency", "Loading".
 """
 
 from __future__ import annotations

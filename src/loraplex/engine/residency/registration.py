@@ -4,7 +4,7 @@ Registering takes an image that lies verified in the disk store; whether it goes
 calls (`wishes`), by requests (`admission`) and by the queue. Removal stops new requests at once and waits for nobody:
 the adapter leaves when its last lease, its copy and the last launch that names it are gone. Revocation ends its requests.
 
-Specification: 0x07F to 0x07I; DESIGN 4 "Residency".
+Specification: 0x07F to 0x07I; rulings "Residency".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A wish is served a little each step: image to the host, pages reserved, copy sta
 evicts for its pages and is refused at once with the shortfall where that does not suffice; a speculative one takes only
 what no admitted request will want; a pin is kept and served as soon as it can be.
 
-Specification: 0x04F (pins), 0x07G (shadow copy), 0x09J (prefetch); DESIGN 4 "Leases".
+Specification: 0x04F (pins), 0x07G (shadow copy), 0x09J (prefetch); rulings "Leases".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the decoder and the runner ask of an attention backend: begin a step, then run each layer.
 
-Specification: 0x03D (one dense projection, two attention paths); DESIGN 4 "One page pool".
+Specification: 0x03D (one dense projection, two attention paths); rulings "One page pool".
 """
 
 from __future__ import annotations

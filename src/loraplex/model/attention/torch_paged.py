@@ -6,7 +6,7 @@ request's length: where requests of different length share a batch, the padding 
 visible row and is masked. Bytes of free pages and of a page's unused tail are not touched by any read.
 
 Prefill attends request by request; a chunk without history reads its own rows and gathers nothing. Decode requests of
-similar length attend as one batch. Specification: 0x03D; DESIGN 4 "One page pool".
+similar length attend as one batch. Specification: 0x03D; rulings "One page pool".
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Nothing here waits for the device: a plan goes there in one copy, sampled tokens
 answers are copied to pinned memory behind the step. Rows that only want the best token never leave the graph; others
 are sampled from the same logits behind it.
 
-Specification: 0x03D, 0x03E; DESIGN 4 "The plan", "Frontiers and depth", "Sampling", "Start-up".
+Specification: 0x03D, 0x03E; rulings "The plan", "Frontiers and depth", "Sampling", "Start-up".
 """
 
 from __future__ import annotations

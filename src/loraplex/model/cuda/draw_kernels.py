@@ -6,7 +6,7 @@ token. The cut of top_k, then of top_p, is the smallest key up to which enough t
 found in a pass over the row. Of tokens with the cut's own key the ones with the lowest ids stay. What a row keeps and
 draws is what `truncate` and `philox` define; noise is never drawn in sequence.
 
-Never here: penalties and bias (`penalties`, `sampler`). Specification: DESIGN 4 "Sampling".
+Never here: penalties and bias (`penalties`, `sampler`). Specification: rulings "Sampling".
 """
 # mypy: ignore-errors
 

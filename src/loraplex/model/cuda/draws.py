@@ -1,6 +1,6 @@
 """Sampling with noise on the device: a few launches for any mixture of temperature, min_p, top_k and top_p.
 
-Owns nothing; what is drawn is defined by `truncate` and `philox`. Specification: DESIGN 4 "Sampling".
+Owns nothing; what is drawn is defined by `truncate` and `philox`. Specification: rulings "Sampling".
 """
 
 from __future__ import annotations

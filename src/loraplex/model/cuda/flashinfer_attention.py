@@ -5,7 +5,7 @@ on fa3 where a step's chunks have 256 rows or more on average and fa3 was built 
 fa2. Each wrapper exists twice, with staging of its own, and the two take turns: planning step n + 1 on the host never
 writes what the copy of step n still reads. Both of a pair share their device buffers, so a captured step follows either.
 
-Measured: docs/notes/flashinfer.md. Specification: 0x03D; DESIGN 4 "One page pool", 7 (`plan` with host tensors).
+Measured: docs/notes/flashinfer.md. Specification: 0x03D; rulings "One page pool", "Dependencies".
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ whose adapters touch attention alone replays one without launches for the feed-f
 lengths, pages, tokens and work lists are read from static buffers.
 
 Owns graphs and the static logits. `captured=False` runs the same launches one by one (tests, devices without graphs).
-Specification: DESIGN 4 "Start-up", "Operators".
+Specification: rulings "Start-up", "Operators".
 """
 
 from __future__ import annotations

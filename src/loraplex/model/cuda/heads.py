@@ -1,6 +1,7 @@
 """From logits to greedy tokens on the device: which rows are finite, the best token of each of the plan's samples.
 
-Owns the partial results of the two launches. Specification: 0x03E; DESIGN 4 "Sampling" (ties to the lowest id).
+Owns the partial results of the two launches.
+Specification: 0x03E; rulings "Sampling" (ties to the lowest id).
 """
 
 from __future__ import annotations

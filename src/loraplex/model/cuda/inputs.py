@@ -2,7 +2,7 @@
 
 Owns the device's page tables, the staging buffers and what `unpack_kernel` writes. Two host buffers take turns, so that
 plan n + 1 may be written while the copy of plan n has not run yet. Buffers never move: captured steps hold their
-addresses. Specification: DESIGN 4 "The plan", "Frontiers and depth".
+addresses. Specification: rulings "The plan", "Frontiers and depth".
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ and on the bucket only. Addresses into the pool are 64-bit. There are no atomics
 rows beside it.
 
 Never here: which rows run (the plan), which launch is made when (`inputs`, `executor`). Specification: 0x03A, 0x03E;
-DESIGN 4 "The plan", "One page pool", "Sampling".
+rulings "The plan", "One page pool", "Sampling".
 """
 # mypy: ignore-errors
 

@@ -4,7 +4,7 @@ A step of up to 2,048 rows is over on the device before the host could launch it
 a tenth of the launches. Rows are padded to a bucket on the null page. Larger steps are launched one by one: they keep
 the device busy for longer than the host needs. Owns the static activations between pieces.
 
-Specification: 0x03D (one dense projection, two attention paths); DESIGN 4 "Start-up".
+Specification: 0x03D (one dense projection, two attention paths); rulings "Start-up".
 """
 
 from __future__ import annotations

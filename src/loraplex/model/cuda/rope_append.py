@@ -1,6 +1,7 @@
 """RoPE and append in one launch: q rotated in place, k rotated into the pool, v copied into the pool.
 
-Owns the float32 table of angles and the strides of the page-major pool. Specification: DESIGN 4 "One page pool".
+Owns the float32 table of angles and the strides of the page-major pool.
+Specification: rulings "One page pool".
 """
 
 from __future__ import annotations

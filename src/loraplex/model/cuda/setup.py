@@ -5,7 +5,7 @@ reserve, then the graphs are captured: they hold the pool's address, so they com
 for them. Nothing is compiled after that.
 
 Without FlashInfer, or for models that its kernels do not serve here (float32, windows that differ between layers), the
-torch executor runs instead, and a warning says why. Specification: DESIGN 4 "Start-up", 6.
+torch executor runs instead, and a warning says why. Specification: rulings "Start-up", "Dependencies".
 """
 
 from __future__ import annotations

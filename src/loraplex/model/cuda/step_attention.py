@@ -1,7 +1,7 @@
 """What the CUDA executor asks of attention: a bucket of decode requests that can be captured, and any mixed step.
 
 Both read lengths that the host knows and page lists that lie on the device (`StepInputs.indices`).
-Specification: 0x03D; DESIGN 4 "One page pool".
+Specification: 0x03D; rulings "One page pool".
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 // the number of rows, the tile that it falls into and the thread that computes it: a row's result is the same bits alone
 // and in any batch.
 //
-// Specification: 0x02 (one base projection over all rows); DESIGN 4 "Equality".
+// Specification: 0x02 (one base projection over all rows); rulings "Equality".
 #pragma once
 
 #include <algorithm>

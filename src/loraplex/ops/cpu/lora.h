@@ -5,7 +5,7 @@
 // the thread that takes an item can change a result (see tiles.h).
 //
 // The caller has checked every index, extent and stride; nothing is checked here.
-// Specification: 0x02D "Indexed realization", 0x06D "fully heterogeneous kernel".
+// Specification: 0x02D "Indexed rows", 0x06D "one heterogeneous kernel".
 #pragma once
 
 #include <algorithm>

@@ -6,7 +6,7 @@
 // rounding from those of the vector unit, which therefore never serves some rows of a model and this unit the others.
 // Sums flush denormal values to zero, as both units' bf16 products do.
 //
-// Specification: 0x02 (one base projection over all rows); DESIGN 4 "Equality".
+// Specification: 0x02 (one base projection over all rows); rulings "Equality".
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // What a decoder layer does to single rows: norms, rotation, attention over the page pool, the gated activation.
 //
 // Sums are float32 in a fixed order and each result is rounded once, so a row's bits do not depend on other rows.
-// Loads touch exactly the elements of a row's own history. Specification: 0x03D; DESIGN 4 "One page pool".
+// Loads touch exactly the elements of a row's own history. Specification: 0x03D; rulings "One page pool".
 #pragma once
 
 #include <cmath>

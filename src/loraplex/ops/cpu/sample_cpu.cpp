@@ -4,7 +4,7 @@
 // within float32 rounding. What min_p, top_k and top_p keep is always a prefix of the order (value down, id up), so a
 // row's truncation is one cut: the last value and id that stay. A row's result depends on that row alone.
 //
-// Plain C ABI, called through ctypes; the caller has checked every index. Specification: DESIGN 4 "Sampling".
+// Plain C ABI, called through ctypes; the caller has checked every index. Specification: rulings "Sampling".
 #include <algorithm>
 #include <cmath>
 #include <functional>

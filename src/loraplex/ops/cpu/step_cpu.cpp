@@ -3,7 +3,7 @@
 //
 // Everything a row becomes depends on that row, its history and its adapter alone; threads, items and the other rows
 // change no bit. Plain C ABI, called through ctypes; the caller has checked shapes, page tables and adapters.
-// Specification: 0x02 (one base projection, many adapter projections), 0x03D; DESIGN 4 "Equality".
+// Specification: 0x02 (one base projection, many adapter projections), 0x03D; rulings "Equality".
 #if defined(_OPENMP)
 #include <omp.h>
 #else

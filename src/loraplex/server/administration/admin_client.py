@@ -1,6 +1,6 @@
 """Talks to a running server's adapter endpoints, for the command line. Standard library only, so that it starts fast.
 
-A server's refusal is raised as the same typed error that the server raised. Specification: DESIGN 5.
+A server's refusal is raised as the same typed error that the server raised. Specification: interface "HTTP".
 """
 
 from __future__ import annotations

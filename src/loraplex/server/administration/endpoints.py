@@ -1,6 +1,6 @@
 """Models and adapters over HTTP: OpenAI's list, vLLM's two calls, our own, residency, health, readiness, metrics.
 
-Specification: DESIGN 5 "HTTP".
+Specification: interface "HTTP".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The command line is applied once: an alias that the catalog has never seen is added, one that the command line published
 before is published again only when its source holds something else by now. What was swapped or removed since stays so
-over a restart. Specification: DESIGN 4 "Start-up", "Processes".
+over a restart. Specification: rulings "Start-up", "Processes".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: how a conversation is read, and how its answer looks.
 
-Specification: DESIGN 5 "HTTP".
+Specification: interface "HTTP".
 """
 
 from __future__ import annotations

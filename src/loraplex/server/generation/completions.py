@@ -1,6 +1,6 @@
 """POST /v1/completions: how prompts are read, and how their answer looks.
 
-Specification: DESIGN 5 "HTTP".
+Specification: interface "HTTP".
 """
 
 from __future__ import annotations

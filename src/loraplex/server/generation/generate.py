@@ -3,7 +3,7 @@
 Owns the binding of a name to a revision for a request's life, stop strings, and the counting of tokens. Leaving a
 generation in any way withdraws what is still open, so that a client that went away costs no further step.
 
-Specification: DESIGN 2 (steps 2, 3, 11), DESIGN 4 "Text".
+Specification: architecture "A request's way" (2, 3, 11), rulings "Text".
 """
 
 from __future__ import annotations

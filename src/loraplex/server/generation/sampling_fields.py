@@ -1,6 +1,6 @@
 """From a request's fields to sampling parameters, checked once.
 
-Specification: DESIGN 4 "Sampling", "Text".
+Specification: rulings "Sampling", "Text".
 """
 
 from __future__ import annotations

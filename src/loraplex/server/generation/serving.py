@@ -3,7 +3,7 @@
 An endpoint says how its prompts are read (`Endpoint.prepare`) and how its answer looks (`Rendering`); binding the model,
 holding to a format, submitting, streaming and counting are here, once.
 
-Specification: DESIGN 2 (steps 1, 2, 11), DESIGN 5 "HTTP".
+Specification: architecture "A request's way" (1, 2, 11), interface "HTTP".
 """
 
 from __future__ import annotations
