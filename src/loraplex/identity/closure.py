@@ -1,0 +1,101 @@
+"""Which parts of an adapter can change a KV row, a hidden state or a logit: the dependency graph of a serial decoder.
+
+A KV row of layer l at position t depends on the embedding, on K and V of its own layer, and on every operator of the
+layers below, at positions up to t. Q, O and the MLP of a layer reach KV rows of later layers only, so in the last layer
+they reach none. The output head reaches logits and nothing else. Equal shapes or equal bytes prove nothing; what the
+graph does not know is taken for an ancestor of everything.
+
+The graph has a revision, and the revision is part of the first parent of every block key: a graph that changes shares
+no row with what was made under another. Specification: 0x08A, 0x08B, 0x08C, 0x08D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum, StrEnum
+from typing import Final, NamedTuple
+
+from loraplex.core.ids import LAYER_MODULES, Module
+
+GRAPH_REVISION: Final = 1
+"""Changes with `DIRECT` or `reach`: keys of different revisions never meet."""
+
+
+class Part(StrEnum):
+    """What of a module an adapter changes: y = g * ((x * h) W^T + s (x A^T) B^T) + c, or a bias that was trained."""
+
+    FACTORS = "factors"
+    INPUT_SCALE = "h"
+    OUTPUT_SCALE = "g"
+    OFFSET = "c"
+    BIAS = "bias"
+
+
+class Reach(IntEnum):
+    """The first object that a change can reach; each reaches all that stand below it too."""
+
+    EVERYTHING = 0
+    """KV rows of its own layer."""
+    LATER_LAYERS = 1
+    """KV rows of the layers after its own, and so hidden states and logits."""
+    HIDDEN = 2
+    """The final hidden state, and so logits."""
+    LOGITS = 3
+    """Logits alone."""
+
+
+class Node(NamedTuple):
+    """One operator that an adapter changes. module: a `Module`, or the name of one that the graph does not know."""
+
+    layer: int
+    module: Module | str
+    part: Part
+
+
+DIRECT: Final[dict[Module, Reach]] = {
+    Module.EMBED: Reach.EVERYTHING,
+    Module.K: Reach.EVERYTHING,
+    Module.V: Reach.EVERYTHING,
+    Module.Q: Reach.LATER_LAYERS,
+    Module.O: Reach.LATER_LAYERS,
+    Module.GATE: Reach.LATER_LAYERS,
+    Module.UP: Reach.LATER_LAYERS,
+    Module.DOWN: Reach.LATER_LAYERS,
+    Module.LM_HEAD: Reach.LOGITS,
+}
+"""What a change of a module reaches first. Every part of a module acts on the module's output, so parts do not differ."""
+
+
+def reach(node: Node, layers: int) -> Reach:
+    """The first object that `node` can change in a decoder of `layers` layers. An unknown module or part: everything."""
+    known = isinstance(node.module, Module) and node.module in DIRECT and node.part in set(Part)
+    if not known or not isinstance(node.module, Module):
+        return Reach.EVERYTHING
+    if node.module in LAYER_MODULES and not 0 <= node.layer < layers:
+        return Reach.EVERYTHING
+    direct = DIRECT[node.module]
+    if direct is Reach.LATER_LAYERS and node.layer == layers - 1:
+        return Reach.HIDDEN
+    return direct
+
+
+def first_reach(nodes: Iterable[Node], layers: int) -> Reach | None:
+    """The first object that any of `nodes` can change; None where there are none."""
+    return min((reach(node, layers) for node in nodes), default=None)
+
+
+def changes_kv(nodes: Iterable[Node], layers: int) -> bool:
+    """Whether a change of `nodes` can change any KV row."""
+    first = first_reach(nodes, layers)
+    return first is not None and first <= Reach.LATER_LAYERS
+
+
+def changes_hidden(nodes: Iterable[Node], layers: int) -> bool:
+    """Whether a change of `nodes` can change the final hidden state."""
+    first = first_reach(nodes, layers)
+    return first is not None and first <= Reach.HIDDEN
+
+
+def changes_logits(nodes: Iterable[Node]) -> bool:
+    """Whether a change of `nodes` can change a logit: any change can."""
+    return any(True for _ in nodes)

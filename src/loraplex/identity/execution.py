@@ -1,0 +1,132 @@
+"""Under which function each KV row of a request was made: a history of intervals, each with its execution digest.
+
+An execution says what acts over a run of positions as far as KV rows can tell: the base, or the base with one adapter.
+An adapter whose parts all lie outside the cache-ancestor closure executes as the base. An activated adapter executes as
+the base before its invocation and as itself from the first invocation token on. Which slot, page or request holds a row
+is never part of it.
+
+Specification: 0x08E, 0x08H; rulings "Identity", "KV compatibility".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from loraplex.identity.canonical import check_digest, digest
+from loraplex.identity.digests import invalid
+
+MAX_INTERVALS: Final = 2
+"""A request begins under one execution and changes it at most once, where an activated adapter is invoked."""
+
+
+class Interval(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """From position `start` on, rows were made under `execution` (a digest), up to the next interval or the end."""
+
+    start: int
+    execution: str
+
+
+History = tuple[Interval, ...]
+
+
+def base_execution(base: str) -> str:
+    """E of positions at which no adapter changes a KV row (0x08H)."""
+    return digest({"execution": "base", "base_sha256": check_digest("base", base)})
+
+
+def adapter_execution(semantic: str) -> str:
+    """E of positions at which an adapter acts that can change KV rows."""
+    return digest({"execution": "adapter", "adapter_semantic_sha256": check_digest("semantic", semantic)})
+
+
+def history_of(base: str, execution: str | None, invoked_at: int | None = None) -> History:
+    """The history of a request.
+
+    base: the base ABI. execution: the adapter's, None for the base alone. invoked_at: position of the first invocation
+    token of an activated adapter, None for an adapter that is always on.
+    """
+    if invoked_at is not None and (execution is None or invoked_at < 0):
+        raise invalid(f"an invocation at position {invoked_at} needs an adapter and a position from 0")
+    if execution is None:
+        return (Interval(0, base_execution(base)),)
+    acting = Interval(invoked_at or 0, check_digest("execution", execution))
+    if not acting.start or acting.execution == base_execution(base):
+        return (Interval(0, acting.execution),)
+    return (Interval(0, base_execution(base)), acting)
+
+
+def check_history(history: History) -> None:
+    """Raise `identity_invalid` unless intervals begin at 0, grow, and change the execution each time."""
+    if not 1 <= len(history) <= MAX_INTERVALS:
+        raise invalid(f"a history of {len(history)} intervals was given, 1 to {MAX_INTERVALS} are possible")
+    if history[0].start != 0:
+        raise invalid(f"a history begins at position {history[0].start}, expected 0")
+    for before, after in zip(history, history[1:], strict=False):
+        if after.start <= before.start or after.execution == before.execution:
+            raise invalid(f"the interval at {after.start} does not change what {before.start} began")
+    for interval in history:
+        check_digest("execution", interval.execution)
+
+
+def execution_at(history: History, position: int) -> str:
+    """The execution under which the row at `position` is made."""
+    return next(interval.execution for interval in reversed(history) if interval.start <= position)
+
+
+class Reused(StrEnum):
+    """What one request could take from another; each has an equality of its own (0x08D)."""
+
+    KV = "kv"
+    HIDDEN = "hidden state"
+    LOGITS = "logits"
+    SAMPLING = "sampled continuation"
+
+
+class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a request computes, at the four depths at which it could be compared. Digests.
+
+    kv: history of its KV rows. hidden: execution that the final hidden states see. logits: the semantic ABI, or the base
+    ABI without an adapter. policy: digest of the sampling parameters, seed included.
+    """
+
+    kv: History
+    hidden: str
+    logits: str
+    policy: str
+
+
+def kv_compatible(one: Function, other: Function, positions: int) -> bool:
+    """Whether the first `positions` KV rows of equal tokens are equal."""
+    return _upto(one.kv, positions) == _upto(other.kv, positions)
+
+
+def hidden_compatible(one: Function, other: Function, positions: int) -> bool:
+    """Whether final hidden states of the first `positions` equal tokens are equal."""
+    return kv_compatible(one, other, positions) and one.hidden == other.hidden
+
+
+def logits_compatible(one: Function, other: Function, positions: int) -> bool:
+    """Whether logits at the first `positions` equal tokens are equal."""
+    return hidden_compatible(one, other, positions) and one.logits == other.logits
+
+
+def sampling_compatible(one: Function, other: Function, positions: int) -> bool:
+    """Whether a continuation of `positions` equal tokens is drawn from equal logits by an equal policy."""
+    return logits_compatible(one, other, positions) and one.policy == other.policy
+
+
+def shared_positions(one: History, other: History, matching: int) -> int:
+    """How many of `matching` equal leading tokens have equal KV rows under both histories (0x08J)."""
+    starts = sorted({i.start for i in (*one, *other) if i.start < matching})
+    for start in starts:
+        if execution_at(one, start) != execution_at(other, start):
+            return start
+    return matching
+
+
+def _upto(history: Sequence[Interval], positions: int) -> tuple[Interval, ...]:
+    return tuple(interval for interval in history if interval.start < positions)
