@@ -1,8 +1,10 @@
-"""KV identities: the cache ABI without adapter, the root of a prefix chain, block keys, the one-piece prefix form.
+"""KV identities: the cache ABI without adapter, the first parent of a chain, block keys, the one-piece prefix form.
 
-A key says under which function, over which tokens, in which namespace KV rows were made. It never holds a request,
-an alias, a slot or a sampling policy. A new root begins where the execution digest changes.
-Specification: 0x01G "Bindings of request, cache and slot", 0x08H; rulings "Identity".
+A block key says the whole history of its rows: every token before it, every execution and where each began. It never
+holds a request, an alias, a slot, a page or a sampling policy. So equal tokens after different contexts, or after
+different activation starts, never share.
+
+Specification: 0x01G "Request, Slot, K/V, And Prefix Projections", 0x08H; DESIGN 4 "Identity".
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import msgspec
 
 from loraplex.identity.canonical import check_digest, digest
 from loraplex.identity.digests import invalid
+from loraplex.identity.execution import History, check_history
 
 KEY_BYTES: Final = 32
 TOKEN_BYTES: Final = 4
@@ -43,22 +46,11 @@ class CacheAbi(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return digest({"cache_abi": msgspec.to_builtins(self)})
 
 
-def base_execution(base: str) -> str:
-    """E of an interval in which no adapter acts: the base alone (0x08H)."""
-    return digest({"execution": "base", "base_sha256": check_digest("base", base)})
-
-
-def adapter_execution(semantic: str) -> str:
-    """E of an interval in which an adapter acts from the start of the interval's root on."""
-    return digest({"execution": "adapter", "adapter_semantic_sha256": check_digest("semantic", semantic)})
-
-
-def cache_root(cache_abi: str, execution: str, graph_revision: int, namespace: str) -> bytes:
-    """Root of a chain of block keys, 32 bytes. namespace: who may share, the tenant's or one that was opened."""
+def cache_root(cache_abi: str, graph_revision: int, namespace: str) -> bytes:
+    """First parent of a chain of block keys, 32 bytes. namespace: who may share, a tenant's or one that was opened."""
     text = digest(
         {
             "cache_abi_sha256": check_digest("cache_abi", cache_abi),
-            "execution_sha256": check_digest("execution", execution),
             "dependency_graph_revision": graph_revision,
             "namespace": namespace,
         }
@@ -66,23 +58,70 @@ def cache_root(cache_abi: str, execution: str, graph_revision: int, namespace: s
     return bytes.fromhex(text)
 
 
-def block_key(parent: bytes, tokens: bytes) -> bytes:
-    """Key of the block after `parent`, 32 bytes. tokens: little-endian int32, at least one."""
-    if len(parent) != KEY_BYTES:
-        raise invalid(f"a parent key has {len(parent)} bytes, expected {KEY_BYTES}")
+def block_key(parent: bytes, execution: bytes, acts_from: int, tokens: bytes) -> bytes:
+    """Key of the block after `parent`, 32 bytes.
+
+    execution: digest of the execution that acts in the block, 32 bytes. acts_from: first position inside the block at
+    which it acts; what acted before is in the parent. tokens: little-endian int32, at least one.
+    """
+    if len(parent) != KEY_BYTES or len(execution) != KEY_BYTES:
+        raise invalid(
+            f"a parent of {len(parent)} bytes and an execution of {len(execution)} were given, expected {KEY_BYTES}"
+        )
     if not tokens or len(tokens) % TOKEN_BYTES:
         raise invalid(f"a block has {len(tokens)} bytes of tokens, expected whole int32 values")
-    return hashlib.sha256(parent + tokens).digest()
+    if not 0 <= acts_from < len(tokens) // TOKEN_BYTES:
+        raise invalid(f"position {acts_from} lies outside a block of {len(tokens) // TOKEN_BYTES} tokens")
+    return hashlib.sha256(parent + execution + acts_from.to_bytes(TOKEN_BYTES, "little") + tokens).digest()
 
 
-def prefix_identity(root: bytes, prompt_tokens: bytes, side_inputs: str) -> str:
-    """H_prefix of a whole prompt in one piece, the always-on case.
+class KeyChain:
+    """Makes the keys of one request's full blocks, in order; what a client begins, the engine continues.
 
-    The root carries cache ABI, adapter and isolation. prompt_tokens: little-endian int32. side_inputs: digest.
+    Holds the last key and the position that it ends at. `history` is checked on construction.
     """
+
+    __slots__ = ("_executions", "_history", "page_tokens", "parent", "position")
+
+    def __init__(self, root: bytes, history: History, page_tokens: int, position: int = 0) -> None:
+        """root: the first parent, or the key of the block that ends at `position`, a multiple of `page_tokens`."""
+        check_history(history)
+        if page_tokens < 1 or position < 0 or position % page_tokens:
+            raise invalid(
+                f"a chain at position {position} does not lie between blocks of {page_tokens} tokens"
+            )
+        self._history = history
+        self._executions = tuple(bytes.fromhex(interval.execution) for interval in history)
+        self.parent, self.page_tokens, self.position = root, page_tokens, position
+
+    def extend(self, tokens: bytes) -> list[bytes]:
+        """Keys of the full blocks in `tokens`, which begin at `position`; a rest that fills no block is left out."""
+        size = self.page_tokens * TOKEN_BYTES
+        keys = []
+        for offset in range(0, len(tokens) - size + 1, size):
+            execution, acts_from = self._acting()
+            self.parent = block_key(self.parent, execution, acts_from, tokens[offset : offset + size])
+            self.position += self.page_tokens
+            keys.append(self.parent)
+        return keys
+
+    def _acting(self) -> tuple[bytes, int]:
+        """The execution at the end of the block that begins at `position`, and where inside the block it begins."""
+        end = self.position + self.page_tokens
+        index = max(i for i, interval in enumerate(self._history) if interval.start < end)
+        return self._executions[index], max(self._history[index].start - self.position, 0)
+
+
+def prefix_identity(root: bytes, history: History, prompt_tokens: bytes, side_inputs: str) -> str:
+    """H_prefix of a whole prompt in one piece.
+
+    root: carries cache ABI, graph and isolation. prompt_tokens: little-endian int32. side_inputs: digest.
+    """
+    check_history(history)
     return digest(
         {
             "root": root.hex(),
+            "history": [[interval.start, interval.execution] for interval in history],
             "prompt_tokens_sha256": hashlib.sha256(prompt_tokens).hexdigest(),
             "side_inputs_sha256": check_digest("side_inputs", side_inputs),
         }

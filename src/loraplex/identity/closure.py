@@ -11,11 +11,13 @@ no row with what was made under another. Specification: 0x08A, 0x08B, 0x08C, 0x0
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from enum import IntEnum, StrEnum
 from typing import Final, NamedTuple
 
 from loraplex.core.ids import LAYER_MODULES, Module
+from loraplex.identity.digests import ModuleSpec
 
 GRAPH_REVISION: Final = 1
 """Changes with `DIRECT` or `reach`: keys of different revisions never meet."""
@@ -66,10 +68,39 @@ DIRECT: Final[dict[Module, Reach]] = {
 """What a change of a module reaches first. Every part of a module acts on the module's output, so parts do not differ."""
 
 
+PART_OF_ROLE: Final = {
+    "A": Part.FACTORS,
+    "B": Part.FACTORS,
+    "lora_bias": Part.OFFSET,
+    "magnitude": Part.OUTPUT_SCALE,
+    "bias": Part.BIAS,
+    "ia3_in": Part.INPUT_SCALE,
+    "ia3_out": Part.OUTPUT_SCALE,
+}
+"""What a tensor of this role changes of its module."""
+
+_LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
+_UNPLACED: Final = -1
+"""Layer of a layer's module whose name does not say which: no layer, so an ancestor of everything."""
+
+
+def nodes_of(modules: Iterable[ModuleSpec]) -> Iterator[Node]:
+    """The operators that an artifact's modules change. A target or role that the graph does not know keeps its name."""
+    known = {module.name.lower(): module for module in Module}
+    for spec in modules:
+        module = known.get(spec.target, spec.target)
+        placed = _LAYER.search(spec.name)
+        layer = int(placed[1]) if placed else (_UNPLACED if module in LAYER_MODULES else 0)
+        for tensor in spec.tensors:
+            part = PART_OF_ROLE.get(tensor.role)
+            yield Node(
+                layer, module if part is not None else f"{spec.target}.{tensor.role}", part or Part.FACTORS
+            )
+
+
 def reach(node: Node, layers: int) -> Reach:
     """The first object that `node` can change in a decoder of `layers` layers. An unknown module or part: everything."""
-    known = isinstance(node.module, Module) and node.module in DIRECT and node.part in set(Part)
-    if not known or not isinstance(node.module, Module):
+    if not isinstance(node.module, Module):
         return Reach.EVERYTHING
     if node.module in LAYER_MODULES and not 0 <= node.layer < layers:
         return Reach.EVERYTHING

@@ -10,14 +10,15 @@ Specification: 0x08E, 0x08H; rulings "Identity", "KV compatibility".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Final
 
 import msgspec
 
 from loraplex.identity.canonical import check_digest, digest
-from loraplex.identity.digests import invalid
+from loraplex.identity.closure import changes_kv, nodes_of
+from loraplex.identity.digests import ModuleSpec, invalid
 
 MAX_INTERVALS: Final = 2
 """A request begins under one execution and changes it at most once, where an activated adapter is invoked."""
@@ -41,6 +42,16 @@ def base_execution(base: str) -> str:
 def adapter_execution(semantic: str) -> str:
     """E of positions at which an adapter acts that can change KV rows."""
     return digest({"execution": "adapter", "adapter_semantic_sha256": check_digest("semantic", semantic)})
+
+
+def execution_of(base: str, semantic: str, modules: Iterable[ModuleSpec], layers: int) -> str:
+    """E where the adapter `semantic` acts: the base's if none of its modules can change a KV row (0x08B).
+
+    modules: what the adapter changes. layers: decoder layers of the base.
+    """
+    if changes_kv(nodes_of(modules), layers):
+        return adapter_execution(semantic)
+    return base_execution(base)
 
 
 def history_of(base: str, execution: str | None, invoked_at: int | None = None) -> History:

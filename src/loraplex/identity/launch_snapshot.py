@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.identity.binding import RequestBinding, SlotBinding
+from loraplex.identity.execution import History, check_history
 from loraplex.identity.generations import GenerationVector, check_current
 
 
@@ -27,14 +28,16 @@ class LaunchRow:
 class LaunchOwners:
     """What the owners hold now: request, adapter (base and semantic ABI), slot, cache execution, generations.
 
-    cache_semantic: the semantic ABI under which the request's KV rows were made.
+    cache_history: under which executions the request's KV rows were made. request_history: those that its adapter and
+    activation call for.
     """
 
     request: RequestBinding
     adapter_base: str
     adapter_semantic: str
     slot: SlotBinding
-    cache_semantic: str
+    cache_history: History
+    request_history: History
     generations: GenerationVector
 
 
@@ -49,7 +52,17 @@ def validate_launch(row: LaunchRow, owners: LaunchOwners) -> None:
     _same(ErrorCode.STALE_SLOT_GENERATION, "slot binding", row.slot_binding, slot.digest)
     _same(ErrorCode.LEASE_MISMATCH, "adapter in the slot", slot.semantic, owners.adapter_semantic)
     _same(ErrorCode.OPERATOR_LAYOUT, "kernel ABI of the slot", slot.kernel, row.kernel)
-    _same(ErrorCode.LEASE_MISMATCH, "adapter of the KV rows", owners.cache_semantic, owners.adapter_semantic)
+    check_history(owners.cache_history)
+    if owners.cache_history != owners.request_history:
+        raise InternalFault(
+            ErrorCode.LEASE_MISMATCH,
+            f"the KV rows were made under {_text(owners.cache_history)}, the request is bound to "
+            f"{_text(owners.request_history)}",
+        )
+
+
+def _text(history: History) -> str:
+    return ", ".join(f"{interval.execution:.12} from {interval.start}" for interval in history)
 
 
 def _slot_agrees(slot: SlotBinding, current: GenerationVector) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.identity.binding import RequestBinding, SlotBinding
-from loraplex.identity.cache import CacheAbi, adapter_execution, cache_root, prefix_identity
+from loraplex.identity.cache import CacheAbi, cache_root, prefix_identity
 from loraplex.identity.digests import (
     ALWAYS_ON,
     ArtifactIdentity,
@@ -23,6 +23,7 @@ from loraplex.identity.digests import (
     invocation_policy,
     semantic_abi,
 )
+from loraplex.identity.execution import History, execution_of, history_of
 from loraplex.identity.generations import decode as decode_generations
 from loraplex.identity.kernel import KernelAbi, check_shards
 from loraplex.identity.launch_snapshot import LaunchOwners, LaunchRow, validate_launch
@@ -61,7 +62,8 @@ class AdapterManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RuntimeManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One row of one launch. prompt_tokens: int32 values. generations, observed: text forms of generation vectors.
 
-    shard: which of the adapter's kernels the slot holds. row_*: what the row's plan saw.
+    shard: which of the adapter's kernels the slot holds. cache_history: under which executions the KV rows were made.
+    invoked_at: position at which an activated adapter was invoked. row_*: what the row's plan saw.
     """
 
     adapter: AdapterManifest
@@ -72,7 +74,8 @@ class RuntimeManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shard: int
     cache: CacheAbi
     cache_sha256: str
-    cache_semantic: str
+    cache_history: History
+    invoked_at: int | None
     graph_revision: int
     namespace: str
     prompt_tokens: tuple[int, ...]
@@ -189,25 +192,34 @@ def check_runtime_manifest(manifest: RuntimeManifest) -> None:
             adapter_base=adapter.base_sha256,
             adapter_semantic=adapter.semantic_sha256,
             slot=manifest.slot,
-            cache_semantic=manifest.cache_semantic,
+            cache_history=manifest.cache_history,
+            request_history=request_history(manifest),
             generations=generations,
         ),
     )
 
 
-def prefix_of(manifest: RuntimeManifest) -> str:
-    """The prefix identity that the manifest's cache, adapter, tokens and namespace give."""
-    root = cache_root(
-        manifest.cache.digest,
-        adapter_execution(manifest.cache_semantic),
-        manifest.graph_revision,
-        manifest.namespace,
+def request_history(manifest: RuntimeManifest) -> History:
+    """The executions that the manifest's adapter and activation call for."""
+    adapter = manifest.adapter
+    if (adapter.invocation_tokens is None) != (manifest.invoked_at is None):
+        raise invalid(
+            f"an adapter with the invocation {adapter.invocation_tokens} was invoked at {manifest.invoked_at}"
+        )
+    execution = execution_of(
+        adapter.base_sha256, adapter.semantic_sha256, adapter.artifact.modules, manifest.cache.layers
     )
+    return history_of(adapter.base_sha256, execution, manifest.invoked_at)
+
+
+def prefix_of(manifest: RuntimeManifest) -> str:
+    """The prefix identity that the manifest's cache, history, tokens and namespace give."""
+    root = cache_root(manifest.cache.digest, manifest.graph_revision, manifest.namespace)
     try:
         tokens = b"".join(token.to_bytes(4, "little", signed=True) for token in manifest.prompt_tokens)
     except OverflowError:
         raise invalid("a prompt token does not fit int32") from None
-    return prefix_identity(root, tokens, manifest.side_inputs)
+    return prefix_identity(root, manifest.cache_history, tokens, manifest.side_inputs)
 
 
 def _same(field: str, got: str, expected: str) -> None:
