@@ -38,9 +38,10 @@ from loraplex.core.ids import (
 from loraplex.core.layout import Geometry, PageGeometry
 from loraplex.identity import generations
 from loraplex.identity.binding import RequestBinding, SlotBinding
-from loraplex.identity.cache import NO_SIDE_INPUTS, CacheAbi, adapter_execution, block_key, cache_root
+from loraplex.identity.cache import NO_SIDE_INPUTS, CacheAbi, block_key, cache_root
 from loraplex.identity.canonical import canonical, digest
 from loraplex.identity.digests import ALWAYS_ON, BaseAbi, invocation_policy, semantic_abi
+from loraplex.identity.execution import Interval, adapter_execution
 from loraplex.identity.generations import GenerationVector
 from loraplex.identity.manifest import (
     RuntimeManifest,
@@ -104,7 +105,7 @@ def launch(artifact: Artifact, *, slot_generation: int = 11, abi: BaseAbi = ABI)
     )  # fmt: skip
     manifest = RuntimeManifest(
         adapter=adapter, request=request, request_sha256=request.digest, slot=slot, slot_sha256=slot.digest, shard=1,
-        cache=cache, cache_sha256=cache.digest, cache_semantic=adapter.semantic_sha256, graph_revision=1,
+        cache=cache, cache_sha256=cache.digest, cache_history=(Interval(0, adapter_execution(adapter.semantic_sha256)),), invoked_at=None, graph_revision=1,
         namespace="tenant-a", prompt_tokens=(5, 6, 7), side_inputs=NO_SIDE_INPUTS, prefix_sha256="",
         generations=generations.encode(vector), observed=generations.encode(vector),
         row_request_sha256=request.digest, row_slot_sha256=slot.digest, row_kernel_sha256=adapter.kernel_sha256[1],
@@ -188,12 +189,23 @@ def test_prefix_excludes_ownership_and_includes_namespace(manifest: RuntimeManif
 
 
 def test_block_keys_chain_tokens_under_a_root(manifest: RuntimeManifest) -> None:
-    root = cache_root(manifest.cache_sha256, adapter_execution(manifest.cache_semantic), 1, "tenant-a")
-    first = block_key(root, (5).to_bytes(4, "little") + (6).to_bytes(4, "little"))
-    assert block_key(first, (7).to_bytes(4, "little")) != block_key(root, (7).to_bytes(4, "little"))
-    for parent, tokens in ((b"", b"\0\0\0\0"), (root, b""), (root, b"\0\0\0")):
+    root = cache_root(manifest.cache_sha256, 1, "tenant-a")
+    acting = bytes.fromhex(manifest.cache_history[0].execution)
+    first = block_key(root, acting, 0, (5).to_bytes(4, "little") + (6).to_bytes(4, "little"))
+    assert block_key(first, acting, 0, (7).to_bytes(4, "little")) != block_key(
+        root, acting, 0, (7).to_bytes(4, "little")
+    )
+    word = b"\0\0\0\0"
+    for parent, execution, acts_from, tokens in (
+        (b"", acting, 0, word),
+        (root, b"", 0, word),
+        (root, acting, 1, word),
+        (root, acting, -1, word),
+        (root, acting, 0, b""),
+        (root, acting, 0, b"\0\0\0"),
+    ):
         with pytest.raises(InternalFault) as caught:
-            block_key(parent, tokens)
+            block_key(parent, execution, acts_from, tokens)
         assert caught.value.code is ErrorCode.IDENTITY_INVALID
 
 
@@ -328,7 +340,10 @@ MUTATIONS: list[tuple[str, Any, ErrorCode]] = [
     ("cache.position", "rope:linear:2", INVALID),
     ("cache.shard", [0, 2], INVALID),
     ("cache_sha256", other_digest, INVALID),
-    ("cache_semantic", other_digest, INVALID),
+    ("cache_history.0.1", other_digest, INVALID),
+    ("cache_history.0.0", 1, INVALID),
+    ("cache_history", [], INVALID),
+    ("invoked_at", 1, INVALID),
     ("graph_revision", 2, INVALID),
     ("namespace", "tenant-b", INVALID),
     ("prompt_tokens", [5, 6, 8], INVALID),
@@ -402,7 +417,7 @@ RELATIONS: list[tuple[str, Callable[[RuntimeManifest], RuntimeManifest], ErrorCo
     ("slot holds another shard", lambda m: resealed(m, slot=msgspec.structs.replace(m.slot, kernel=m.adapter.kernel_sha256[0])), LAYOUT),
     ("slot generation", lambda m: resealed(m, slot=msgspec.structs.replace(m.slot, slot_generation=12)), SLOT),
     ("pointer table generation", lambda m: resealed(m, slot=msgspec.structs.replace(m.slot, pointer_table_generation=6)), SLOT),
-    ("cache of another adapter", lambda m: resealed(m, cache_semantic=DRIFT), LEASE),
+    ("cache of another adapter", lambda m: resealed(m, cache_history=(Interval(0, adapter_execution(DRIFT)),)), LEASE),
     ("cache over another base", lambda m: resealed(m, cache=msgspec.structs.replace(m.cache, base=DRIFT)), LEASE),
 ]  # fmt: skip
 

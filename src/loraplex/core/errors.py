@@ -123,6 +123,7 @@ class ErrorCode(StrEnum):
     PAGE_OWNER = "page_owner"
     PAGE_FENCE = "page_fence"
     PAGE_CONSERVATION = "page_conservation"
+    PREFIX_RECEIPT = "prefix_receipt"
     RESIDENCY_TRANSITION = "residency_transition"
     TRANSACTION_STATE = "transaction_state"
     COPY_CHECKSUM = "copy_checksum"
@@ -246,7 +247,10 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.PAGE_STATE: _ours("a page changes state only along the allowed edges"),
     _E.PAGE_OWNER: _ours("a page has exactly one owner"),
     _E.PAGE_FENCE: _ours("a page is overwritten only after the last launch that may name it"),
-    _E.PAGE_CONSERVATION: _ours("free, reserved, adapter and KV pages add up to the pool"),
+    _E.PAGE_CONSERVATION: _ours("free, reserved, adapter, KV and prefix pages add up to the pool"),
+    _E.PREFIX_RECEIPT: _ours(
+        "a cached block is found under its whole history, held with its parent, and given back once"
+    ),
     _E.RESIDENCY_TRANSITION: _ours("residency changes only along the transition table"),
     _E.TRANSACTION_STATE: _ours("a transaction is open until it commits or rolls back, once"),
     _E.COPY_CHECKSUM: _ours("device bytes equal the verified host bytes"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from itertools import pairwise
 from typing import Final
 
 import msgspec
@@ -76,7 +77,7 @@ def check_history(history: History) -> None:
         raise invalid(f"a history of {len(history)} intervals was given, 1 to {MAX_INTERVALS} are possible")
     if history[0].start != 0:
         raise invalid(f"a history begins at position {history[0].start}, expected 0")
-    for before, after in zip(history, history[1:], strict=False):
+    for before, after in pairwise(history):
         if after.start <= before.start or after.execution == before.execution:
             raise invalid(f"the interval at {after.start} does not change what {before.start} began")
     for interval in history:

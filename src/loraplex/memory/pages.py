@@ -1,7 +1,7 @@
 """The page pool's ledger: which page is free, reserved or owned, by whom, and which launch may still name it.
 
 Owns page states and the conservation law; never decides who gets pages and never touches their bytes. Every page is in
-exactly one state; free + reserved + adapter + KV = all pages but the null page, in pages and in bytes. A freed page
+exactly one state; free + reserved + adapter + KV + prefix = all pages but the null page, in pages and in bytes. A freed page
 carries the number of the last launch that may name it: work ordered on the compute stream may reuse it at once, a
 copy on any other stream only after that launch has completed. Small adapters share slab pages: such a page is owned by its
 slab, and who has which block of it is in `slabs`.
@@ -68,6 +68,7 @@ class PagePool:
             kv=int(by_state[PageState.KV]),
             page_bytes=self.page_bytes,
             slab=int(by_state[PageState.SLAB]),
+            prefix=int(by_state[PageState.PREFIX]),
         )
 
     def reserve(self, count: int, txn: int) -> I32:
@@ -98,6 +99,13 @@ class PagePool:
         """Pass reserved pages from one transaction to another."""
         self._expect(pages, PageState.RESERVED, txn, None)
         self._owner[pages] = to_txn
+
+    def cache(self, pages: I32, slots: Ints, generations: Ints, blocks: Ints) -> None:
+        """Turn KV pages of requests into pages of cached blocks. slots, generations, blocks: for each page."""
+        self._expect(pages, PageState.KV, slots, generations)
+        self._state[pages] = PageState.PREFIX
+        self._owner[pages] = blocks
+        self._generation[pages] = 0
 
     def fence_of(self, pages: I32) -> int:
         """Newest launch that may still name any of `pages`; 0 when there is none."""
@@ -140,8 +148,10 @@ class PagePool:
         self._expect(pages, PageState.RESERVED, txn, None)
         self._to_free(pages, last_launch)
 
-    def release(self, pages: I32, kind: PageState, owner: int, generation: int, last_launch: int) -> None:
-        """Free pages of `owner`@`generation`. last_launch: the newest launch that may name them."""
+    def release(
+        self, pages: I32, kind: PageState, owner: int | Ints, generation: int | Ints, last_launch: int
+    ) -> None:
+        """Free pages of `owner`@`generation`, of all of them or one for each. last_launch: the newest launch that may name them."""
         self._expect(pages, kind, owner, generation)
         self._to_free(pages, last_launch)
 
@@ -151,7 +161,7 @@ class PagePool:
         self._fence[pages] = np.maximum(self._fence[pages], last_launch)
         self._free.extend(pages.tolist())
 
-    def _expect(self, pages: I32, state: PageState, owner: int, generation: int | None) -> None:
+    def _expect(self, pages: I32, state: PageState, owner: int | Ints, generation: int | Ints | None) -> None:
         if pages.size == 0:
             return
         if pages.size == 1:  # a decode step's growth: one page for each of many requests

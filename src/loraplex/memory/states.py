@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.integer]
 
 
 class PageState(IntEnum):
-    """Physical state of a page. SLAB: cut into blocks that small adapters own."""
+    """Physical state of a page. SLAB: cut into blocks that small adapters own. PREFIX: a cached block of KV rows."""
 
     FREE = 0
     RESERVED = 1
@@ -26,11 +26,12 @@ class PageState(IntEnum):
     ADAPTER = 3
     NULL = 4
     SLAB = 5
+    PREFIX = 6
 
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """The pool's conservation ledger, in pages; `total` leaves the null page out. slab: those of `adapter` that are slabs."""
+    """The pool's conservation ledger, in pages; `total` leaves the null page out. slab: those of `adapter` that are slabs. kv: rows of one running request; prefix: cached blocks, read or not."""
 
     total: int
     free: int
@@ -39,11 +40,12 @@ class PageCounts:
     kv: int
     page_bytes: int
     slab: int = 0
+    prefix: int = 0
 
     @property
     def conserved(self) -> bool:
-        """Whether the four states add up to the pool (0x05A)."""
-        return self.free + self.reserved + self.adapter + self.kv == self.total
+        """Whether the states add up to the pool (0x05A)."""
+        return self.free + self.reserved + self.adapter + self.kv + self.prefix == self.total
 
     @property
     def total_bytes(self) -> int:
@@ -53,7 +55,8 @@ class PageCounts:
     @property
     def bytes_by_state(self) -> dict[str, int]:
         """The same ledger in bytes; its values add up to `total_bytes` where the pages are conserved."""
-        return {name: getattr(self, name) * self.page_bytes for name in ("free", "reserved", "adapter", "kv")}
+        names = ("free", "reserved", "adapter", "kv", "prefix")
+        return {name: getattr(self, name) * self.page_bytes for name in names}
 
 
 class WholePages(Protocol):
