@@ -58,7 +58,8 @@ def valid() -> BatchPlan:
         opens=opens, open_bias=BiasColumns.filled(1, token=7, bias=0), open_history=i32(3, 4),
         page_deltas=PageDeltaColumns.filled(2, slot=(0, 1), index=0, page=(9, 10)),
         copies=copies, copy_pages=i32(20, 21, 22, 22), publishes=adapters((5, 2)), retires=adapters((4, 2)),
-        scrub_pages=i32(9, 30), scrub_blocks=BlockColumns.filled(2, page=(22, 31), size_class=(2, 1), block=1),
+        scrub_pages=i32(9, 30),
+        scrub_blocks=BlockColumns.filled(2, page=(22, 31), size_class=(2, 1), block=1),
     )  # fmt: skip
     return build_plan(work, generation=3, reference=2, deltas=deltas)
 
@@ -67,7 +68,7 @@ Change = Callable[[BatchPlan], BatchPlan]
 
 
 def cell(name: str, at: Any, value: Any) -> Change:
-    """One element becomes `value` (or value(element)). at: its index, (row, column) in a section of several columns."""
+    """One element becomes `value` (or value(element)). at: its index, (row, column) in a table."""
 
     def apply(plan: BatchPlan) -> BatchPlan:
         section = getattr(plan, name)

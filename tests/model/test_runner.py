@@ -182,7 +182,8 @@ REFUSALS: dict[str, tuple[str, Any]] = {
         ),
     ),
     "length": ("stale_kv_frontier", lambda p: replace(
-        stale(p, kv_start=2), positions=p.positions - 4, samples=changed(p.samples, 0, position=lambda at: at - 4)
+        stale(p, kv_start=2), positions=p.positions - 4,
+        samples=changed(p.samples, 0, position=lambda at: at - 4),
     )),
     "page": ("plan_page_table", lambda p: replace(p, page_deltas=p.page_deltas[:0])),
     "writer": ("plan_page_table", lambda p: replace(p, page_deltas=changed(p.page_deltas, 0, page=10_000))),

@@ -1,9 +1,9 @@
 """Packed int32 buffers: a header, a section table, sections. The wire form of plans and results.
 
 Layout in words: [magic, version, total words, sections, scalars...] then for each section (offset, rows), then the
-sections' words. A record is a dataclass: an `int` field is a scalar, an `I32` field a section of one column, a field
-of a `Columns` class a section of that class's columns. So names and widths are those of the record's own fields, and
-nothing is parsed from text.
+sections' words. A record is a dataclass: an `int` field is a scalar, an `I32` field a section of one column,
+a field of a `Columns` class a section of that class's columns. So names and widths are those of the record's
+own fields, and nothing is parsed from text.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PREFIX_WORDS = 4
 class Column:
     """One int32 column of a section, or `words` of them side by side under one name.
 
-    Read on a `Columns` class it is its number (of the first word), which is what device code is given; read on an
-    instance it is a view of the column, [rows] or [rows, words].
+    Read on a `Columns` class it is its number (of the first word), which is what device code is given; read
+    on an instance it is a view of the column, [rows] or [rows, words].
     """
 
     def __init__(self, words: int = 1) -> None:
@@ -62,7 +62,7 @@ class Column:
 
 
 class Columns:
-    """A section of several columns. A subclass lists its `Column`s in order; only their names are read elsewhere.
+    """A section of several columns: a subclass lists them in order, everybody else reads their names.
 
     array: int32 [rows, width]. Values are changed in place, through the columns' views.
     """
@@ -100,7 +100,7 @@ class Columns:
 
     @classmethod
     def filled(cls, count: int, /, **columns: npt.ArrayLike) -> Self:
-        """`count` rows. columns: each of them, [count] or one value for all; raises TypeError where one lacks or is no column."""
+        """`count` rows. columns: every one, [count] or a value for all; any other name raises TypeError."""
         if columns.keys() != cls._places.keys():
             raise TypeError(f"{cls.__name__} has the columns {list(cls._places)}, got {list(columns)}")
         array = np.empty((count, cls.width), dtype=np.int32)
@@ -195,7 +195,7 @@ class PackedFormat:
         return np.concatenate([np.array([*prefix, *table], dtype=np.int32), *parts]).tobytes()
 
     def unpack(self, data: bytes | memoryview) -> dict[str, Any]:
-        """Fields of the record in `data`, sections as zero-copy views; raises this format's fault where it is none."""
+        """Fields of the record in `data`, sections as zero-copy views; raises this format's fault."""
         words = self._words(data)
         head = PREFIX_WORDS + len(self.scalars)
         table_end = head + 2 * len(self.sections)

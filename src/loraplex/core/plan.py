@@ -5,8 +5,8 @@ by side and are never derived from each other: request intervals (`prefill_indpt
 groups (segments and grouped rows, which may cross `doff`). Sample rows carry their own inverse to scheduler order
 (0x03E). State that persists on the backend (page tables, sampling state, adapter table) travels as deltas.
 
-Every section is a field of `BatchPlan` or `StepResult` and every column an attribute of its `Columns` class: nothing
-else says where one lies.
+Every section is a field of `BatchPlan` or `StepResult` and every column an attribute of its `Columns` class:
+nothing else says where one lies.
 
 The control plane makes plans and never looks at a tensor; the data plane runs plans and never chooses a page, a slot
 or a victim. Plan and `StepResult` are all that crosses between them.
@@ -28,10 +28,10 @@ NO_REFERENCE: Final = -1
 class RequestColumns(Columns):
     """Requests of a step, in packed order.
 
-    slot, incarnation: request slot and who holds it. adapter_slot, adapter_generation: adapter slot (0 is the base) and
-    its published generation. kv_start: KV positions before this step; a request may start behind positions that others
-    computed. rows: its rows in this step. frontier: the planned-frontier generation expected before this step.
-    scheduler_index: its place in scheduler order.
+    slot, incarnation: request slot and who holds it. adapter_slot, adapter_generation: adapter slot (0 is the
+    base) and its published generation. kv_start: KV positions before this step; a request may start behind
+    positions that others computed. rows: its rows in this step. frontier: the planned-frontier generation
+    expected before this step. scheduler_index: its place in scheduler order.
     """
 
     slot = Column()
@@ -52,8 +52,8 @@ class RequestColumns(Columns):
 class SampleColumns(Columns):
     """Samples, in scheduler order.
 
-    logit: index into `logit_rows`. request: packed request. position: of the token that is sampled. logprobs: top log
-    probabilities wanted (-1: none, 0: the sampled token's alone).
+    logit: index into `logit_rows`. request: packed request. position: of the token that is sampled. logprobs:
+    top log probabilities wanted (-1: none, 0: the sampled token's alone).
     """
 
     logit = Column()
@@ -63,8 +63,11 @@ class SampleColumns(Columns):
 
 
 class PromptLogprobColumns(Columns):
-    """Prompt positions that are scored. logit: index into `logit_rows`. request: packed request. target: the actual next
-    token. top: top entries wanted."""
+    """Prompt positions that are scored.
+
+    logit: index into `logit_rows`. request: packed request. target: the actual next token. top: top entries
+    wanted.
+    """
 
     logit = Column()
     request = Column()
@@ -75,8 +78,9 @@ class PromptLogprobColumns(Columns):
 class OpenColumns(Columns):
     """Request slots that start over.
 
-    temperature to frequency: sampling options, float32 bits but for top_k. seed_low, seed_high: halves of the seed.
-    bias: how many entries of `open_bias`, and history: how many tokens of `open_history`, belong to it, in order.
+    temperature to frequency: sampling options, float32 bits but for top_k. seed_low, seed_high: halves of the
+    seed. bias: how many entries of `open_bias`, and history: how many tokens of `open_history`, belong to it,
+    in order.
     """
 
     slot = Column()
@@ -111,10 +115,11 @@ class PageDeltaColumns(Columns):
 
 
 class CopyColumns(Columns):
-    """Copies of adapter images. digest: the eight words of the image's kernel digest. pages: how many of `copy_pages`.
+    """Copies of adapter images.
 
-    size_class, block: class 0 stands for whole pages; an image of a class above has one page and lies in this block of
-    it, beside blocks of others.
+    digest: the eight words of the image's kernel digest. pages: how many of `copy_pages`. size_class, block:
+    class 0 stands for whole pages; an image of a class above has one page and lies in this block of it, beside
+    blocks of others.
     """
 
     digest = Column(8)
@@ -169,10 +174,11 @@ def mask_width(vocab_size: int) -> int:
 class Deltas:
     """Changes of backend state that travel with a plan. All arrays are int32.
 
-    opens: request slots that start over, with their entries of open_bias and their tokens of open_history: all tokens
-    known so far, sent only where penalties use them. page_deltas: new entries of page tables. copies and copy_pages: the
-    images to copy, and the pages of all of them in order. publishes, retires: adapter slots. scrub_pages, scrub_blocks:
-    freed pages and blocks that are filled with 0xFF before the step (tests).
+    opens: request slots that start over, with their entries of open_bias and their tokens of open_history:
+    all tokens known so far, sent only where penalties use them. page_deltas: new entries of page tables.
+    copies and copy_pages: the images to copy, and the pages of all of them in order. publishes, retires:
+    adapter slots. scrub_pages, scrub_blocks: freed pages and blocks that are filled with 0xFF before the step
+    (tests).
     """
 
     opens: OpenColumns = field(default_factory=OpenColumns.none)
@@ -277,8 +283,8 @@ class StepResult:
 
     tokens [S]: sampled tokens. logprob_indptr [S + 1] into logprob_ids and logprob_values (float32 bits): for each
     sample the sampled token first, then top entries. prompt_logprob_*: the same for each prompt position asked.
-    copied: copies that have ended and were not reported before. faults: requests whose logits are not usable. error: UTF-8
-    bytes of a message when the step failed as a whole, one a word; then nothing else counts.
+    copied: copies that have ended and were not reported before. faults: requests whose logits are not usable.
+    error: UTF-8 bytes of a message when the step failed as a whole, one a word; then nothing else counts.
     """
 
     generation: int
