@@ -308,7 +308,7 @@ def test_a_plan_launched_over_an_uncollected_failure_is_stale(model: Decoder) ->
     driver = Driver(model)
     a, b = Request(0, prompt(6, 1)), Request(1, prompt(5, 2))
     driver.step([(a, 6)])
-    driver.runner.launch(stale(driver.plan([(a, 0)]), 1, 9).pack())
+    driver.runner.launch(stale(driver.plan([(a, 0)]), incarnation=9).pack())
     # It names nothing that the failed plan touched, and still was made for a state that never came.
     driver.runner.launch(driver.plan([(b, 5)]).pack())
     codes = [code_of(StepResult.unpack(driver.runner.collect()).error_message) for _ in range(2)]

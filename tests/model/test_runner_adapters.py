@@ -16,7 +16,7 @@ import torch
 from tests.engine.rig import sampling
 from tests.model.drive import Driver, Images, Request, logits_of
 from tests.model.tiny import VOCAB, reference, save
-from tests.sections import adapters
+from tests.sections import adapters, changed
 
 from loraplex.artifact.convert import to_image
 from loraplex.artifact.read_artifact import load_adapter
@@ -194,7 +194,7 @@ def test_rows_bind_only_the_published_generation(root: Path, model: Decoder) -> 
     plan = driver.plan([(request, 6)])
     assert driver.run(plan).error_message.startswith("stale_slot_generation: ")
     driver.step([], deltas=publish(driver, 1, 7))
-    stale = replace(plan, generation=4, requests=plan.requests + np.eye(8, dtype=np.int32)[3])
+    stale = replace(plan, generation=4, requests=changed(plan.requests, 0, adapter_generation=8))
     assert driver.run(stale).error_message.startswith("stale_slot_generation: ")
     assert driver.run(replace(plan, generation=5)).error_message == ""
     driver.generation = 5

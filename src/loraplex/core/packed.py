@@ -26,24 +26,13 @@ PREFIX_WORDS = 4
 class Column:
     """One int32 column of a section, or `words` of them side by side under one name.
 
-    Read on a `Columns` class it is its number (of the first word), which is what device code is given; read
-    on an instance it is a view of the column, [rows] or [rows, words].
+    Read on a `Columns` class it is its number (of the first word), which is what device code is given; read on
+    an instance it is a view of the column, [rows] or [rows, words].
     """
 
     def __init__(self, words: int = 1) -> None:
         self.words = words
-        self._name = ""
-        self._first = 0
-        self._at: int | slice = 0
-
-    def __set_name__(self, owner: type[Columns], name: str) -> None:
-        self._name = name
-
-    def put(self, first: int) -> int | slice:
-        """Take the place from word `first` of a row on, and say which that is."""
-        self._first = first
-        self._at = first if self.words == 1 else slice(first, first + self.words)
-        return self._at
+        self.first = 0
 
     @overload
     def __get__(self, instance: None, owner: type[Columns]) -> int: ...
@@ -52,13 +41,7 @@ class Column:
     def __get__(self, instance: Columns, owner: type[Columns]) -> I32: ...
 
     def __get__(self, instance: Columns | None, owner: type[Columns]) -> int | I32:
-        if instance is None:
-            return self._first
-        view: I32 = instance.array[:, self._at]
-        instance.__dict__[self._name] = (
-            view  # a plan is read many times a step: from now on a plain attribute
-        )
-        return view
+        return self.first  # an instance has the view as an attribute of its own, which comes first
 
 
 class Columns:
@@ -70,19 +53,30 @@ class Columns:
     width: ClassVar[int]
     array: I32
     _none: ClassVar[Any]
-    _places: ClassVar[dict[str, int | slice]]
+    _words: ClassVar[tuple[str, ...]]
+    """The column that each word of a row belongs to."""
+    _wide: ClassVar[dict[str, slice]]
+    """Columns of several words."""
+    _names: ClassVar[frozenset[str]]
 
     def __init_subclass__(cls) -> None:
-        width, places = 0, {}
+        words: list[str] = []
+        cls._wide = {}
         for name, column in vars(cls).items():
             if isinstance(column, Column):
-                places[name] = column.put(width)
-                width += column.words
-        cls.width, cls._places = width, places
-        cls._none = cls(np.empty((0, width), dtype=np.int32))
+                column.first = len(words)
+                words += [name] * column.words
+                if column.words > 1:
+                    cls._wide[name] = slice(column.first, len(words))
+        cls.width, cls._words, cls._names = len(words), tuple(words), frozenset(words)
+        cls._none = cls(np.empty((0, len(words)), dtype=np.int32))
 
     def __init__(self, array: I32) -> None:
-        self.__dict__["array"] = array
+        own = self.__dict__
+        own["array"] = array
+        own.update(zip(self._words, array.T, strict=True))  # at once: a plan's columns are read many times
+        for name, words in self._wide.items():
+            own[name] = array[:, words]
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} of {type(self).__name__} is a view; write into it: {name}[:] = ...")
@@ -101,16 +95,16 @@ class Columns:
     @classmethod
     def filled(cls, count: int, /, **columns: npt.ArrayLike) -> Self:
         """`count` rows. columns: every one, [count] or a value for all; any other name raises TypeError."""
-        if columns.keys() != cls._places.keys():
-            raise TypeError(f"{cls.__name__} has the columns {list(cls._places)}, got {list(columns)}")
-        array = np.empty((count, cls.width), dtype=np.int32)
+        made = cls(np.empty((count, cls.width), dtype=np.int32))
+        if columns.keys() != cls._names:
+            raise TypeError(f"{cls.__name__} has the columns {sorted(cls._names)}, got {sorted(columns)}")
         for name, values in columns.items():
-            array[:, cls._places[name]] = values
-        return cls(array)
+            made.__dict__[name][...] = values
+        return made
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """The rows of all parts, in order."""
+        """The rows of all parts, one at least, in order."""
         return parts[0] if len(parts) == 1 else cls(np.concatenate([part.array for part in parts]))
 
     def __len__(self) -> int:
@@ -131,15 +125,11 @@ def each(*columns: I32) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A named section: one-dimensional, or with the columns of a `Columns` class."""
+    """A named section of `width` columns: those of a `Columns` class, or one-dimensional."""
 
     name: str
-    columns: type[Columns] | None = None
-
-    @property
-    def width(self) -> int:
-        """Words of a row."""
-        return 1 if self.columns is None else self.columns.width
+    columns: type[Columns] | None
+    width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +148,12 @@ class PackedFormat:
         types = get_type_hints(record)
         names = [name for owner in record.__mro__[:-1] for name in owner.__annotations__]
         scalars = tuple(name for name in names if types[name] is int)
-        sections = (
-            Section(name, None if types[name] == I32 else types[name])
+        sections = tuple(
+            Section(name, None, 1) if types[name] == I32 else Section(name, types[name], types[name].width)
             for name in names
             if name not in scalars
         )
-        return PackedFormat(magic, version, scalars, tuple(sections), fault)
+        return PackedFormat(magic, version, scalars, sections, fault)
 
     def word_of(self, name: str) -> int:
         """Word of a scalar, or of a section's offset (its number of rows is in the next word)."""
@@ -216,7 +206,10 @@ class PackedFormat:
             if offset != expected or rows < 0 or end > words.size:
                 raise self._refuse(f"section {section.name} at {offset} with {rows} rows does not fit")
             view, columns = words[offset:end], section.columns
-            record[section.name] = view if columns is None else columns(view.reshape(rows, columns.width))
+            if columns is None:
+                record[section.name] = view
+            else:
+                record[section.name] = columns(view.reshape(rows, section.width)) if rows else columns.none()
             expected = end
         if expected != words.size:
             raise self._refuse(f"{words.size - expected} words follow the last section")

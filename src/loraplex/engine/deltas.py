@@ -6,7 +6,7 @@ Deltas are idempotent: a plan that was refused or failed gives them back, and th
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -136,42 +136,38 @@ class PendingDeltas:
             return Deltas()
         taken = Deltas(**{name: _joined(parts) for name, parts in self._parts.items() if parts})
         self._parts = _no_parts()
-        opens, bias, history = taken.opens, taken.open_bias, taken.open_history
-        current = table.active[opens.slot] & (table.incarnation[opens.slot] == opens.incarnation)
-        if not current.all():
-            bias, history = bias[np.repeat(current, opens.bias)], history[np.repeat(current, opens.history)]
-            opens = opens[current]
-        entries = taken.page_deltas
+        opens, entries, copies = taken.opens, taken.page_deltas, taken.copies
+        if len(opens):
+            current = table.active[opens.slot] & (table.incarnation[opens.slot] == opens.incarnation)
+            taken = replace(
+                taken,
+                opens=opens[current],
+                open_bias=taken.open_bias[np.repeat(current, opens.bias)],
+                open_history=taken.open_history[np.repeat(current, opens.history)],
+            )
         holds = (
             table.active[entries.slot]
             & (entries.index < table.pages[entries.slot])
             & (table.page_table[entries.slot, entries.index] == entries.page)
         )
-        publishes, copies, copy_pages = taken.publishes, taken.copies, taken.copy_pages
-        if len(publishes):
-            held = [directory.generation(slot) == at for slot, at in adapter_pairs(publishes)]
-            publishes = publishes[np.array(held)]
+        if not holds.all():
+            taken = replace(taken, page_deltas=entries[holds])
+        if len(taken.publishes):
+            held = [directory.generation(slot) == at for slot, at in adapter_pairs(taken.publishes)]
+            taken = replace(taken, publishes=taken.publishes[np.array(held)])
         if len(copies):
             under_way = np.array([pair in copying for pair in adapter_pairs(copies)])
-            copy_pages = copy_pages[np.repeat(under_way, copies.pages)]
-            copies = copies[under_way]
-        scrub_pages, scrub_blocks, filled = taken.scrub_pages, taken.scrub_blocks, self._maybe_filled
+            pages = taken.copy_pages[np.repeat(under_way, copies.pages)]
+            taken = replace(taken, copies=copies[under_way], copy_pages=pages)
+        filled = self._maybe_filled
         if filled.size:
             self._maybe_filled = empty()
-            scrub_pages = scrub_pages[~np.isin(scrub_pages, filled)]
-            scrub_blocks = scrub_blocks[~np.isin(scrub_blocks.page, filled)]
-        return Deltas(
-            opens=opens,
-            open_bias=bias,
-            open_history=history,
-            page_deltas=entries if holds.all() else entries[holds],
-            copies=copies,
-            copy_pages=copy_pages,
-            publishes=publishes,
-            retires=taken.retires,
-            scrub_pages=scrub_pages,
-            scrub_blocks=scrub_blocks,
-        )
+            taken = replace(
+                taken,
+                scrub_pages=taken.scrub_pages[~np.isin(taken.scrub_pages, filled)],
+                scrub_blocks=taken.scrub_blocks[~np.isin(taken.scrub_blocks.page, filled)],
+            )
+        return taken
 
     def restore(self, deltas: Deltas) -> None:
         """Put back what `take` gave, before anything collected since."""
