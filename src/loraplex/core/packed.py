@@ -95,7 +95,7 @@ class Columns:
     @classmethod
     def filled(cls, count: int, /, **columns: npt.ArrayLike) -> Self:
         """`count` rows. columns: every one, [count] or a value for all; any other name raises TypeError."""
-        made = cls(np.empty((count, cls.width), dtype=np.int32))
+        made = cls(np.empty((cls.width, count), dtype=np.int32).T)  # a column's values lie side by side
         if columns.keys() != cls._names:
             raise TypeError(f"{cls.__name__} has the columns {sorted(cls._names)}, got {sorted(columns)}")
         for name, values in columns.items():
