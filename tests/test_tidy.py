@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.core.plan import PLAN_FORMAT, RESULT_FORMAT
+
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = sorted((ROOT / "src").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -155,6 +157,30 @@ def forgetful_waits(source: str) -> list[str]:
     ]
 
 
+TABLES = {s.name for s in (*PLAN_FORMAT.sections, *RESULT_FORMAT.sections) if s.columns is not None}
+
+
+def _is_number(index: ast.expr) -> bool:
+    """3, -1, or a slice with such a bound."""
+    if isinstance(index, ast.Slice):
+        return any(bound is not None and _is_number(bound) for bound in (index.lower, index.upper))
+    if isinstance(index, ast.UnaryOp):
+        return _is_number(index.operand)
+    return isinstance(index, ast.Constant) and isinstance(index.value, int)
+
+
+def numbered_columns(source: str) -> list[str]:
+    """`core/plan.py` alone knows where a column lies: `plan.requests.rows`, never the number."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple)):
+            continue
+        section = ast.unparse(node.value).removesuffix(".array").rpartition(".")[2]
+        if section in TABLES and any(_is_number(index) for index in node.slice.elts[1:]):
+            found.append(f"line {node.lineno}: {ast.unparse(node)}; name the column")
+    return found
+
+
 def readme_faults(text: str) -> list[str]:
     found = []
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL), 1):
@@ -193,6 +219,13 @@ RULES: list[tuple[Rule, list[Path], str]] = [
     (sleeps, TESTS, "from time import sleep\n"),
     (forgetful_waits, LIBRARY + TESTS, "await asyncio.wait_for(f(), 1)\n"),
     (forgetful_waits, LIBRARY + TESTS, "psutil.wait_procs([p], timeout=20)\n"),
+    (
+        numbered_columns,
+        [path for path in LIBRARY if path.parts[-2:] != ("core", "plan.py")],
+        "plan.requests[:, 5]\n",
+    ),
+    (numbered_columns, TESTS, "samples[index, -1]\n"),
+    (numbered_columns, TESTS, "result.copied.array[..., 0:2]\n"),
     (readme_faults, [ROOT / "README.md"], "```python\nx = = 1\n```\n"),
 ]
 
@@ -205,7 +238,7 @@ def test_rule_holds_and_can_fail(rule: Rule, paths: list[Path], sample: str) -> 
 
 
 def test_a_tidy_sample_breaks_no_rule() -> None:
-    sample = '"""Owns x."""\n\ndef f():\n    try:\n        g()\n    except ValueError:\n        pass\n'
+    sample = '"""Owns x."""\n\ndef f():\n    try:\n        g(plan.requests.rows[:3])\n    except ValueError:\n        pass\n'
     for rule in (
         long_file,
         long_functions,
@@ -216,6 +249,7 @@ def test_a_tidy_sample_breaks_no_rule() -> None:
         numpy_random,
         sleeps,
         forgetful_waits,
+        numbered_columns,
     ):
         assert rule(sample) == []
 

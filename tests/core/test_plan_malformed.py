@@ -11,11 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.sections import adapters, changed
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.core.plan import BatchPlan
+from loraplex.core.packed import Columns
+from loraplex.core.plan import (
+    BatchPlan,
+    BiasColumns,
+    BlockColumns,
+    CopyColumns,
+    Deltas,
+    OpenColumns,
+    PageDeltaColumns,
+)
 from loraplex.core.plan_check import PlanBounds, check_plan
-from loraplex.schedule.packing import Deltas, Work, build_plan
+from loraplex.schedule.packing import Work, build_plan
 
 BOUNDS = PlanBounds(
     max_requests=8, max_adapter_slots=6, num_pages=64, max_pages_per_request=8, vocab_size=100
@@ -38,13 +48,18 @@ def valid() -> BatchPlan:
         samples=np.ones(5, dtype=np.bool_), logprobs=i32(-1, -1, 0, 2, -1), prompt_logprobs=i32(1, -1, -1, -1, -1),
         tokens=i32(10, 11, 12, 20, 21, -1, 40, -2), targets=i32(11, 12, -1, -1, -1, -1, -1, -1),
     )  # fmt: skip
-    opens = np.zeros((2, 14), dtype=np.int32)
-    opens[:, 0], opens[:, 1], opens[0, 12], opens[1, 13] = (0, 1), 1, 1, 2
+    opens = OpenColumns.zeros(2)
+    opens.slot[:], opens.incarnation[:], opens.bias[0], opens.history[1] = (0, 1), 1, 1, 2
+    copies = CopyColumns.filled(
+        3, digest=range(8), adapter_slot=(4, 3, 2), adapter_generation=(3, 7, 9), pages=(2, 1, 1),
+        size_class=(0, 2, 2), block=(0, 0, 3),
+    )  # fmt: skip
     deltas = Deltas(
-        opens=opens, open_bias=i32((7, 0)), open_history=i32(3, 4), page_deltas=i32((0, 0, 9), (1, 0, 10)),
-        copies=i32((*range(8), 4, 3, 2, 0, 0), (*range(8), 3, 7, 1, 2, 0), (*range(8), 2, 9, 1, 2, 3)),
-        copy_pages=i32(20, 21, 22, 22), publishes=i32((5, 2)), retires=i32((4, 2)),
-        scrub_pages=i32(9, 30), scrub_blocks=i32((22, 2, 1), (31, 1, 1)),
+        opens=opens, open_bias=BiasColumns.filled(1, token=7, bias=0), open_history=i32(3, 4),
+        page_deltas=PageDeltaColumns.filled(2, slot=(0, 1), index=0, page=(9, 10)),
+        copies=copies, copy_pages=i32(20, 21, 22, 22), publishes=adapters((5, 2)), retires=adapters((4, 2)),
+        scrub_pages=i32(9, 30),
+        scrub_blocks=BlockColumns.filled(2, page=(22, 31), size_class=(2, 1), block=1),
     )  # fmt: skip
     return build_plan(work, generation=3, reference=2, deltas=deltas)
 
@@ -53,17 +68,21 @@ Change = Callable[[BatchPlan], BatchPlan]
 
 
 def cell(name: str, at: Any, value: Any) -> Change:
-    """One element becomes `value` (or value(element))."""
+    """One element becomes `value` (or value(element)). at: its index, (row, column) in a table."""
 
     def apply(plan: BatchPlan) -> BatchPlan:
-        array = getattr(plan, name).copy()
+        section = getattr(plan, name)
+        if isinstance(section, Columns):
+            row, column = at
+            return replace(plan, **{name: changed(section, row, **{column: value})})
+        array = section.copy()
         array[at] = value(array[at]) if callable(value) else value
         return replace(plan, **{name: array})
 
     return apply
 
 
-def part(name: str, select: Callable[[np.ndarray], np.ndarray]) -> Change:
+def part(name: str, select: Callable[[Any], Any]) -> Change:
     return lambda plan: replace(plan, **{name: select(getattr(plan, name))})
 
 
@@ -87,21 +106,21 @@ MALFORMED: dict[str, tuple[Change, ErrorCode]] = {
     "prefill boundary moved": (cell("prefill_indptr", 1, 3), PHASE),
     "prefill boundary missing": (part("prefill_indptr", lambda a: a[:-1]), PHASE),
     "prefill boundary per request": (part("prefill_indptr", lambda a: i32(0, 1, 2)), PHASE),
-    "request without rows": (cell("requests", (0, 5), 0), ROWS),
-    "request with a row more": (cell("requests", (0, 5), 3), ROWS),
-    "negative rows": (cell("requests", (0, 5), -2), ROWS),
+    "request without rows": (cell("requests", (0, "rows"), 0), ROWS),
+    "request with a row more": (cell("requests", (0, "rows"), 3), ROWS),
+    "negative rows": (cell("requests", (0, "rows"), -2), ROWS),
     "request missing": (part("requests", lambda a: a[1:]), ROWS),
-    "request slot negative": (cell("requests", (0, 0), -1), ROWS),
-    "request slot out of bounds": (cell("requests", (0, 0), 8), ROWS),
-    "request slot twice": (cell("requests", (0, 0), 0), ROWS),
-    "adapter slot negative": (cell("requests", (0, 2), -1), SEGMENTS),
-    "adapter slot out of bounds": (cell("requests", (0, 2), 6), SEGMENTS),
-    "adapter of a request exchanged": (cell("requests", (0, 2), 1), SEGMENTS),
-    "base request with a generation": (cell("requests", (3, 3), 1), SEGMENTS),
-    "scheduler index twice": (cell("requests", (0, 7), 0), ROWS),
-    "scheduler index out of range": (cell("requests", (0, 7), 5), ROWS),
-    "history before position 0": (cell("requests", (0, 4), -1), POSITION),
-    "frontier moved": (cell("requests", (2, 4), 5), POSITION),
+    "request slot negative": (cell("requests", (0, "slot"), -1), ROWS),
+    "request slot out of bounds": (cell("requests", (0, "slot"), 8), ROWS),
+    "request slot twice": (cell("requests", (0, "slot"), 0), ROWS),
+    "adapter slot negative": (cell("requests", (0, "adapter_slot"), -1), SEGMENTS),
+    "adapter slot out of bounds": (cell("requests", (0, "adapter_slot"), 6), SEGMENTS),
+    "adapter of a request exchanged": (cell("requests", (0, "adapter_slot"), 1), SEGMENTS),
+    "base request with a generation": (cell("requests", (3, "adapter_generation"), 1), SEGMENTS),
+    "scheduler index twice": (cell("requests", (0, "scheduler_index"), 0), ROWS),
+    "scheduler index out of range": (cell("requests", (0, "scheduler_index"), 5), ROWS),
+    "history before position 0": (cell("requests", (0, "kv_start"), -1), POSITION),
+    "frontier moved": (cell("requests", (2, "kv_start"), 5), POSITION),
     "position repeated": (cell("positions", 1, 0), POSITION),
     "position of another request": (cell("positions", 5, 6), POSITION),
     "a position missing": (part("positions", lambda a: a[:-1]), ROWS),
@@ -139,58 +158,58 @@ MALFORMED: dict[str, tuple[Change, ErrorCode]] = {
     "logit row out of bounds": (cell("logit_rows", -1, 8), SAMPLES),
     "logit row twice": (cell("logit_rows", 1, lambda _: 1), SAMPLES),
     "logit rows out of order": (part("logit_rows", lambda a: a[::-1].copy()), SAMPLES),
-    "sample without logits": (cell("samples", (0, 0), 9), SAMPLES),
-    "sample of no request": (cell("samples", (0, 1), 5), SAMPLES),
-    "sample of another request": (cell("samples", (0, 1), 0), SAMPLES),
-    "sample of an inner row": (cell("samples", (0, 0), 1), SAMPLES),
-    "sample twice": (part("samples", lambda a: np.concatenate([a, a[-1:]])), SAMPLES),
+    "sample without logits": (cell("samples", (0, "logit"), 9), SAMPLES),
+    "sample of no request": (cell("samples", (0, "request"), 5), SAMPLES),
+    "sample of another request": (cell("samples", (0, "request"), 0), SAMPLES),
+    "sample of an inner row": (cell("samples", (0, "logit"), 1), SAMPLES),
+    "sample twice": (part("samples", lambda a: a[[0, 1, 2, 3, 4, 4]]), SAMPLES),
     "samples in packed order": (part("samples", lambda a: a[[1, 0, 2, 3, 4]]), SAMPLES),
-    "sampled position not the next": (cell("samples", (0, 2), lambda v: v + 1), SAMPLES),
+    "sampled position not the next": (cell("samples", (0, "position"), lambda v: v + 1), SAMPLES),
     "decode that samples nothing": (part("samples", lambda a: a[:-1]), SAMPLES),
-    "scored row without logits": (cell("prompt_logprobs", (0, 0), 99), SAMPLES),
-    "scored row of another request": (cell("prompt_logprobs", (0, 1), 0), SAMPLES),
-    "scored target beyond the vocabulary": (cell("prompt_logprobs", (0, 2), 100), SAMPLES),
-    "scored target negative": (cell("prompt_logprobs", (0, 2), -1), SAMPLES),
-    "scored count negative": (cell("prompt_logprobs", (0, 3), -1), SAMPLES),
-    "page delta of no slot": (cell("page_deltas", (0, 0), 8), PAGES),
-    "page delta outside the table": (cell("page_deltas", (0, 1), 8), PAGES),
-    "page delta with the null page": (cell("page_deltas", (0, 2), 0), PAGES),
-    "page delta with a page beyond the pool": (cell("page_deltas", (0, 2), 64), PAGES),
-    "page for a request and a copy": (cell("page_deltas", (0, 2), 20), PAGES),
+    "scored row without logits": (cell("prompt_logprobs", (0, "logit"), 99), SAMPLES),
+    "scored row of another request": (cell("prompt_logprobs", (0, "request"), 0), SAMPLES),
+    "scored target beyond the vocabulary": (cell("prompt_logprobs", (0, "target"), 100), SAMPLES),
+    "scored target negative": (cell("prompt_logprobs", (0, "target"), -1), SAMPLES),
+    "scored count negative": (cell("prompt_logprobs", (0, "top"), -1), SAMPLES),
+    "page delta of no slot": (cell("page_deltas", (0, "slot"), 8), PAGES),
+    "page delta outside the table": (cell("page_deltas", (0, "index"), 8), PAGES),
+    "page delta with the null page": (cell("page_deltas", (0, "page"), 0), PAGES),
+    "page delta with a page beyond the pool": (cell("page_deltas", (0, "page"), 64), PAGES),
+    "page for a request and a copy": (cell("page_deltas", (0, "page"), 20), PAGES),
     "copy to the null page": (cell("copy_pages", 0, 0), PAGES),
     "copy beyond the pool": (cell("copy_pages", 0, 64), PAGES),
     "copy to a page twice": (cell("copy_pages", 0, 21), PAGES),
     "copy with a page missing": (part("copy_pages", lambda a: a[:-1]), PAGES),
-    "copy of one page more": (cell("copies", (0, 10), 3), PAGES),
+    "copy of one page more": (cell("copies", (0, "pages"), 3), PAGES),
     "copy to a block of a copied page": (cell("copy_pages", 2, 20), PAGES),
     "copy of a page where a block is copied": (cell("copy_pages", 1, 22), PAGES),
-    "copy to a block twice": (cell("copies", (1, 12), 3), PAGES),
-    "copies to blocks of two sizes in a page": (cell("copies", (1, 11), 3), PAGES),
-    "copy to a block of no size": (cell("copies", (1, 11), 7), PAGES),
-    "copy to a block of negative size": (cell("copies", (1, 11), -1), PAGES),
-    "copy to a block beyond the page": (cell("copies", (2, 12), 4), PAGES),
-    "copy to a block before the page": (cell("copies", (1, 12), -1), PAGES),
-    "copy of two pages into a block": (cell("copies", (0, 11), 1), PAGES),
-    "copy of whole pages with a block": (cell("copies", (0, 12), 1), PAGES),
-    "block for a copy in a request's page": (cell("page_deltas", (0, 2), 22), PAGES),
-    "copy to the base's slot": (cell("copies", (0, 8), 0), SEGMENTS),
-    "copy to no slot": (cell("copies", (0, 8), 6), SEGMENTS),
-    "publication of the base": (cell("publishes", (0, 0), 0), SEGMENTS),
-    "publication of no slot": (cell("publishes", (0, 0), 6), SEGMENTS),
-    "retirement of the base": (cell("retires", (0, 0), 0), SEGMENTS),
-    "retirement of no slot": (cell("retires", (0, 0), -1), SEGMENTS),
-    "open of no slot": (cell("opens", (0, 0), 8), FORM),
-    "slot opened twice": (cell("opens", (0, 0), 1), FORM),
+    "copy to a block twice": (cell("copies", (1, "block"), 3), PAGES),
+    "copies to blocks of two sizes in a page": (cell("copies", (1, "size_class"), 3), PAGES),
+    "copy to a block of no size": (cell("copies", (1, "size_class"), 7), PAGES),
+    "copy to a block of negative size": (cell("copies", (1, "size_class"), -1), PAGES),
+    "copy to a block beyond the page": (cell("copies", (2, "block"), 4), PAGES),
+    "copy to a block before the page": (cell("copies", (1, "block"), -1), PAGES),
+    "copy of two pages into a block": (cell("copies", (0, "size_class"), 1), PAGES),
+    "copy of whole pages with a block": (cell("copies", (0, "block"), 1), PAGES),
+    "block for a copy in a request's page": (cell("page_deltas", (0, "page"), 22), PAGES),
+    "copy to the base's slot": (cell("copies", (0, "adapter_slot"), 0), SEGMENTS),
+    "copy to no slot": (cell("copies", (0, "adapter_slot"), 6), SEGMENTS),
+    "publication of the base": (cell("publishes", (0, "adapter_slot"), 0), SEGMENTS),
+    "publication of no slot": (cell("publishes", (0, "adapter_slot"), 6), SEGMENTS),
+    "retirement of the base": (cell("retires", (0, "adapter_slot"), 0), SEGMENTS),
+    "retirement of no slot": (cell("retires", (0, "adapter_slot"), -1), SEGMENTS),
+    "open of no slot": (cell("opens", (0, "slot"), 8), FORM),
+    "slot opened twice": (cell("opens", (0, "slot"), 1), FORM),
     "bias missing": (part("open_bias", lambda a: a[:-1]), FORM),
     "history too long": (part("open_history", lambda a: np.append(a, i32(5))), FORM),
     "scrub of the null page": (cell("scrub_pages", 0, 0), PAGES),
     "scrub beyond the pool": (cell("scrub_pages", 0, 64), PAGES),
-    "scrub of a block of the null page": (cell("scrub_blocks", (0, 0), 0), PAGES),
-    "scrub of a block beyond the pool": (cell("scrub_blocks", (0, 0), 64), PAGES),
-    "scrub of a block of a whole page's size": (cell("scrub_blocks", (0, 1), 0), PAGES),
-    "scrub of a block of no size": (cell("scrub_blocks", (0, 1), 7), PAGES),
-    "scrub of a block beyond its page": (cell("scrub_blocks", (1, 2), 2), PAGES),
-    "scrub of a block before its page": (cell("scrub_blocks", (1, 2), -1), PAGES),
+    "scrub of a block of the null page": (cell("scrub_blocks", (0, "page"), 0), PAGES),
+    "scrub of a block beyond the pool": (cell("scrub_blocks", (0, "page"), 64), PAGES),
+    "scrub of a block of a whole page's size": (cell("scrub_blocks", (0, "size_class"), 0), PAGES),
+    "scrub of a block of no size": (cell("scrub_blocks", (0, "size_class"), 7), PAGES),
+    "scrub of a block beyond its page": (cell("scrub_blocks", (1, "block"), 2), PAGES),
+    "scrub of a block before its page": (cell("scrub_blocks", (1, "block"), -1), PAGES),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from tests.engine.rig import Rig
@@ -11,7 +12,7 @@ from loraplex.core.messages import (
     EngineCall,
     SetLimits,
 )
-from loraplex.core.plan import StepResult
+from loraplex.core.plan import CopiedColumns, StepResult
 from loraplex.core.ports import Fetched
 from loraplex.engine.step import Engine
 from loraplex.memory.residency import AdapterState
@@ -30,16 +31,15 @@ class SlowDevice(VirtualDevice):
 
     def collect(self) -> bytes:
         result = StepResult.unpack(super().collect())
-        self.ended += result.copied.tolist()
+        self.ended += result.copied.array.tolist()
         if result.error.size:
             return result.pack()
         out = self.extra + ([] if self.held else self.ended)
         self.extra = []
         if not self.held:
             self.ended = []
-        fields = {name: getattr(result, name) for name in result.__slots__}
-        rows = np.array(out, dtype=np.int32).reshape(-1, 3)
-        return StepResult(**{**fields, "copied": rows}).pack()
+        rows = np.array(out, dtype=np.int32).reshape(-1, CopiedColumns.width)
+        return replace(result, copied=CopiedColumns(rows)).pack()
 
 
 class SlowLoader:

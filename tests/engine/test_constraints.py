@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -205,8 +205,7 @@ def test_a_mask_that_does_not_fit_its_plan_is_refused(fault: str) -> None:
             mask[:] = 0
         case "beyond":
             mask[-1] |= np.int32(1 << (VOCAB % 32))
-    fields = {name: getattr(plan, name) for name in plan.__slots__}
-    broken = BatchPlan(**{**fields, "mask_samples": samples, "mask_words": mask})
+    broken = replace(plan, mask_samples=samples, mask_words=mask)
     with pytest.raises(InternalFault) as refused:
         check_plan(broken, bounds)
     assert refused.value.code is ErrorCode.PLAN_MASKS

@@ -10,7 +10,7 @@ from tests.engine.rig import VOCAB, Rig, both_depths
 
 from loraplex.core.events import PlanDiscarded, RequestPreempted
 from loraplex.core.messages import Abort, LoadAdapter, PinAdapter, RemoveAdapter, SetLimits
-from loraplex.core.plan import BatchPlan
+from loraplex.core.plan import BatchPlan, adapter_pairs
 from loraplex.engine.deltas import digest_words
 from loraplex.memory.residency import AdapterState
 from loraplex.sim.device import CopyFate
@@ -30,9 +30,9 @@ class Watched(Rig):
         self.device.on_plan = self._watch
 
     def _watch(self, plan: BatchPlan, _: bytes) -> None:
-        self.copied += [(s, g) for s, g in plan.copies[:, 8:10].tolist()]
-        self.published += [(s, g) for s, g in plan.publishes.tolist()]
-        self.bound += [(s, g) for s, g in plan.requests[:, 2:4].tolist() if s]
+        self.copied += adapter_pairs(plan.copies)
+        self.published += adapter_pairs(plan.publishes)
+        self.bound += [(s, g) for s, g in adapter_pairs(plan.requests) if s]
 
     def steps(self, count: int) -> None:
         for _ in range(count):

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.engine.rig import VOCAB, Rig, sampling
+from tests.sections import changed
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.messages import (
@@ -25,7 +26,7 @@ from loraplex.core.messages import (
     SetLimits,
     Submit,
 )
-from loraplex.core.plan import BatchPlan, StepResult
+from loraplex.core.plan import BatchPlan, PageDeltaColumns, StepResult
 from loraplex.engine.launch import make_flight, validate_launch
 from loraplex.schedule.select import select_rows
 
@@ -128,31 +129,30 @@ FRONTIER, PAGES = ErrorCode.STALE_KV_FRONTIER, ErrorCode.PLAN_PAGE_TABLE
 class Snapshot:
     """One wrong column of one planned request, or one wrong cell of a page delta."""
 
-    column: int
+    column: str
     change: int
     code: ErrorCode
     section: str = "requests"
 
 
 SNAPSHOTS = [
-    *[Snapshot(1, by, STALE_REQUEST) for by in (-1, 1, 7)],
-    *[Snapshot(2, by, STALE_SLOT) for by in (-1, 1)],
-    *[Snapshot(3, by, STALE_SLOT) for by in (-1, 1, 2)],
-    *[Snapshot(4, by, FRONTIER) for by in (-1, 1, 5)],
-    *[Snapshot(5, by, PAGES) for by in (40, 64)],
-    *[Snapshot(6, by, FRONTIER) for by in (-1, 1)],
-    *[Snapshot(2, by, PAGES, "page_deltas") for by in (-1, 1)],
-    *[Snapshot(1, by, PAGES, "page_deltas") for by in (1, 2)],
+    *[Snapshot("incarnation", by, STALE_REQUEST) for by in (-1, 1, 7)],
+    *[Snapshot("adapter_slot", by, STALE_SLOT) for by in (-1, 1)],
+    *[Snapshot("adapter_generation", by, STALE_SLOT) for by in (-1, 1, 2)],
+    *[Snapshot("kv_start", by, FRONTIER) for by in (-1, 1, 5)],
+    *[Snapshot("rows", by, PAGES) for by in (40, 64)],
+    *[Snapshot("frontier", by, FRONTIER) for by in (-1, 1)],
+    *[Snapshot("page", by, PAGES, "page_deltas") for by in (-1, 1)],
+    *[Snapshot("index", by, PAGES, "page_deltas") for by in (1, 2)],
 ]
 
 
 def flight(rig: Rig) -> BatchPlan:
     state = rig.engine.state
     for slot in state.by_slot:  # pages that the plan tells of, so that page deltas are there to be wrong
+        pages = state.table.owned_pages(slot)
         state.deltas.page_table(
-            np.array(
-                [[slot, i, p] for i, p in enumerate(state.table.owned_pages(slot).tolist())], dtype=np.int32
-            )
+            PageDeltaColumns.filled(pages.size, slot=slot, index=np.arange(pages.size), page=pages)
         )
     made = make_flight(state, select_rows(state.table, state.limits.token_budget))
     assert made is not None
@@ -164,10 +164,9 @@ def test_a_launch_snapshot_is_compared_with_its_owners(case: Snapshot) -> None:
     rig = running()
     plan = flight(rig)
     validate_launch(rig.engine.state, plan)
-    array = getattr(plan, case.section).copy()
-    array[0, case.column] += case.change
+    section = changed(getattr(plan, case.section), 0, **{case.column: lambda value: value + case.change})
     with pytest.raises(InternalFault) as caught:
-        validate_launch(rig.engine.state, replace(plan, **{case.section: array}))
+        validate_launch(rig.engine.state, replace(plan, **{case.section: section}))
     assert caught.value.code is case.code
 
 

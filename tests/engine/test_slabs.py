@@ -11,7 +11,8 @@ from tests.engine.slow import SlowRig, make_cold
 from loraplex.core.events import AdapterTransition, LoadFailed, PrefetchReleased
 from loraplex.core.layout import KvShape, block_bytes
 from loraplex.core.messages import Inspect, LoadAdapter, PinAdapter, RemoveAdapter, RevokeAdapter, SetLimits
-from loraplex.core.plan import COPY_BLOCK, COPY_CLASS, BatchPlan
+from loraplex.core.packed import each
+from loraplex.core.plan import BatchPlan
 from loraplex.memory.residency import AdapterState
 from loraplex.sim.device import CopyFate, VirtualDevice
 from loraplex.telemetry.engine_metrics import EngineMetrics
@@ -103,11 +104,10 @@ def test_neighbours_run_while_blocks_beside_theirs_are_filled_and_freed(depth: i
 
 def test_plans_say_which_block_and_no_two_of_a_page_are_the_same() -> None:
     rig = SlabRig(depth=1)
-    places: list[tuple[int, int, int]] = []
+    places: list[tuple[int, ...]] = []
 
     def watch(plan: BatchPlan, _: bytes) -> None:
-        for row, page in zip(plan.copies.tolist(), plan.copy_pages.tolist(), strict=True):
-            places.append((page, row[COPY_CLASS], row[COPY_BLOCK]))
+        places.extend(each(plan.copy_pages, plan.copies.size_class, plan.copies.block))
 
     rig.device.on_plan = watch
     for index in range(16):

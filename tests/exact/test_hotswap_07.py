@@ -52,7 +52,7 @@ def live(x: Matrix, slots: list[int], adapters: dict[int, ExactModule]) -> Matri
         samples=flags, logprobs=zero - 1, prompt_logprobs=zero - 1, tokens=zero, targets=zero - 1,
     )  # fmt: skip
     plan = build_plan(work, generation=1)
-    order = plan.requests[:, 7].tolist()
+    order = plan.requests.scheduler_index.tolist()
     packed = [x[i] for i in order]
     y = matmul(packed, W)
     ExactOps(plan, {slot: {(0, Module.O): m} for slot, m in adapters.items()}, DIMS).apply(

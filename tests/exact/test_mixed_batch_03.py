@@ -46,7 +46,7 @@ def plan() -> BatchPlan:
 
 def test_packed_order_and_phase_metadata() -> None:
     p = plan()
-    assert p.requests[:, 7].tolist() == [1, 0, 2, 3, 4]
+    assert p.requests.scheduler_index.tolist() == [1, 0, 2, 3, 4]
     assert p.prefill_indptr.tolist() == [0, 2, 5]
     assert (p.doff, p.decodes, p.rows) == (5, 3, 8)
     assert p.tokens.tolist() == [20, 21, 10, 11, 12, 30, 40, 50]
@@ -60,7 +60,7 @@ def test_adapter_runs_cross_the_phase_boundary() -> None:
 
 def test_request_identity_expands_to_token_identity() -> None:
     p = plan()
-    assert p.requests[:, 2].tolist() == [B, A, A, 0, C]
+    assert p.requests.adapter_slot.tolist() == [B, A, A, 0, C]
     assert p.row_adapters.tolist() == [B, B, A, A, A, A, 0, C]
     assert p.segment_offsets[-1] == p.rows
     assert p.group_rows.size == 7
@@ -69,7 +69,7 @@ def test_request_identity_expands_to_token_identity() -> None:
 def test_sampling_rows_have_their_own_inverse() -> None:
     p = plan()
     assert p.sample_rows.tolist() == [4, 1, 5, 6, 7]
-    assert p.requests[p.samples[:, 1], 7].tolist() == [0, 1, 2, 3, 4]
+    assert p.requests.scheduler_index[p.samples.request].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_compacted_grouping_of_02c() -> None:
@@ -100,7 +100,7 @@ def test_attention_splits_at_doff_whatever_the_adapter_runs_are() -> None:
     crossing = np.flatnonzero((p.segment_offsets[:-1] < p.doff) & (p.segment_offsets[1:] > p.doff))
     assert p.segment_adapters[crossing].tolist() == [A]
     assert p.prefill_indptr[-1] == p.doff
-    assert np.diff(p.prefill_indptr).tolist() == p.requests[: p.prefills, 5].tolist()
-    assert p.requests[p.prefills :, 0].tolist() == [2, 3, 4]
-    assert p.requests[p.prefills :, 4].tolist() == [4, 6, 9]
+    assert np.diff(p.prefill_indptr).tolist() == p.requests.rows[: p.prefills].tolist()
+    assert p.requests.slot[p.prefills :].tolist() == [2, 3, 4]
+    assert p.requests.kv_start[p.prefills :].tolist() == [4, 6, 9]
     assert p.positions[p.doff :].tolist() == [4, 6, 9]

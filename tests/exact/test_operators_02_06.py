@@ -39,7 +39,7 @@ def decode_plan_02() -> BatchPlan:
 def scheduler_order_plan_02() -> BatchPlan:
     """The same rows left in scheduler order: interleaved adapters, repeated pointers, indexed groups."""
     plan = decode_plan_02()
-    requests = plan.requests[np.argsort(plan.requests[:, 7])]
+    requests = plan.requests[np.argsort(plan.requests.scheduler_index)]
     rows, offsets, slots = group_rows(worked.ADAPTER_IDS_02)
     segment_offsets, segment_adapters = run_boundaries(worked.ADAPTER_IDS_02)
     return dataclasses.replace(
@@ -108,7 +108,7 @@ def test_shrink_expand_and_scatter_in_fractions() -> None:
 @pytest.mark.parametrize("make_plan", [decode_plan_02, scheduler_order_plan_02])
 def test_every_family_gives_the_printed_output_in_both_realizations(family: str, make_plan) -> None:  # type: ignore[no-untyped-def]
     plan = make_plan()
-    order = plan.requests[:, 7]
+    order = plan.requests.scheduler_index
     x, y = take(worked.X_02, order), take(worked.matmul(worked.X_02, worked.W_02), order)
     if family == "exact":
         ExactOps(plan, worked.one_module(worked.FACTORS_02), DIMS_02).apply(y, x, 0, (O,))
@@ -138,7 +138,7 @@ def test_scale_placement_does_not_change_the_function(placement: ScalePlacement)
 def plan_06(names: list[str]) -> tuple[BatchPlan, Matrix, list[str]]:
     """Plan, packed inputs, and the request of each packed row, for requests in this scheduler order."""
     plan = worked.plan_of([worked.REQUESTS_06[n] for n in names])
-    packed = [names[i] for i in plan.requests[:, 7].tolist()]
+    packed = [names[i] for i in plan.requests.scheduler_index.tolist()]
     return plan, [row for n in packed for row in worked.X_06[n]], [n for n in packed for _ in worked.X_06[n]]
 
 
@@ -147,7 +147,7 @@ NAMES_06 = ["p0", "p1", "d0", "d1", "d2"]
 
 def test_ragged_shrink_and_delta_in_fractions() -> None:
     plan, x, _ = plan_06(NAMES_06)
-    assert plan.requests[:, 7].tolist() == [1, 0, 2, 3, 4]
+    assert plan.requests.scheduler_index.tolist() == [1, 0, 2, 3, 4]
     ops = ExactOps(plan, worked.one_module(worked.FACTORS_06), DIMS_06)
     assert ops.shrink(x, 0, O) == worked.fractions(worked.Z_06)
     assert ops.delta(x, 0, O) == worked.D_06

@@ -15,6 +15,7 @@ from loraplex.core.events import AdapterTransition, IterationCompleted, LoadFail
 from loraplex.core.ids import Module
 from loraplex.core.layout import Factor, Geometry, KvShape, ModuleShape, PageGeometry, page_demand
 from loraplex.core.messages import SetLimits
+from loraplex.core.plan import adapter_pairs
 from loraplex.engine.deltas import digest_words
 from loraplex.memory import eviction
 from loraplex.memory.eviction import Candidate, PageClass
@@ -218,9 +219,9 @@ def test_recovery_is_a_transaction(depth: int) -> None:
     attempts: list[tuple[int, int, int]] = []
 
     def on_plan(plan, data) -> None:  # type: ignore[no-untyped-def]
-        for copy in plan.copies.tolist():
+        for slot, generation in adapter_pairs(plan.copies):
             seen.append(state.pool.free)
-            attempts.append((state.loads[copy[8], copy[9]].transaction.txn, copy[8], copy[9]))
+            attempts.append((state.loads[slot, generation].transaction.txn, slot, generation))
 
     rig.device.on_plan = on_plan
     number = adapter_number(digest_words(rig.kernel_digest("D")))

@@ -13,6 +13,7 @@ pytest.importorskip("flashinfer")
 from tests.gpu.test_cuda_runner import HALF, Trio, device_driver, prompt, triples  # noqa: E402
 from tests.model.cuda.adapters import GENERATION, SORTS, load_sorts, random_image  # noqa: E402
 from tests.model.drive import Driver, Request  # noqa: E402
+from tests.sections import adapters  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -95,9 +96,9 @@ def test_a_slot_is_reused_by_another_adapter_under_captured_steps() -> None:
     trio.follow([(0, 9), (1, 5)], requests)
     trio.follow([(0, 0), (1, 0)], requests)
     for driver in trio.drivers:
-        driver.step([], deltas={"retires": np.array([[1, GENERATION]], dtype=np.int32)})
+        driver.step([], deltas={"retires": adapters((1, GENERATION))})
         driver.load(random_image(driver, SORTS[3], 99), 1, GENERATION + 1)
-        driver.step([], deltas={"publishes": np.array([[1, GENERATION + 1]], dtype=np.int32)})
+        driver.step([], deltas={"publishes": adapters((1, GENERATION + 1))})
     fresh = triples([6, 6, 6])[2]
     for request in fresh:
         request.adapter = (1, GENERATION + 1)

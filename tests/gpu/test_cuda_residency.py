@@ -90,7 +90,9 @@ def test_fused_kernels_give_the_same_bits_whatever_lies_beside_what_is_owned(sor
             torch.cuda.synchronize()
             work = [(r, 2 if step == 0 else len(r.prompt) - 2 if step == 1 else 0) for r in requests]
             result = driver.step(work)
-            steps.append((result.tokens.tolist(), result.logprob_values.tolist(), result.faults.tolist()))
+            steps.append(
+                (result.tokens.tolist(), result.logprob_values.tolist(), result.faults.array.tolist())
+            )
         outputs.append(steps)
     assert outputs[0] == outputs[1] == outputs[2]
 

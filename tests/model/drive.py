@@ -13,11 +13,11 @@ from tests.model.tiny import VOCAB
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.layout import AdapterImage, KvShape, size_class_for
 from loraplex.core.packed import float_bits
-from loraplex.core.plan import BatchPlan, StepResult
+from loraplex.core.plan import BatchPlan, CopyColumns, Deltas, OpenColumns, PageDeltaColumns, StepResult
 from loraplex.core.plan_check import PlanBounds
 from loraplex.model.decoder import Decoder
 from loraplex.model.runner import MakeExecutor, ModelRunner, allocate_pool
-from loraplex.schedule.packing import Deltas, Work, build_plan
+from loraplex.schedule.packing import Work, build_plan
 
 SLOTS, MODEL_LEN = 6, 64
 
@@ -56,15 +56,35 @@ class Request:
     out: list[int] = field(default_factory=list)
 
 
-def open_row(request: Request, seed: int = 5) -> list[int]:
-    """A row of `BatchPlan.opens`; penalties start without history."""
-    temperature, top_p, min_p, repetition, none = float_bits(
-        [request.temperature, request.top_p, request.min_p, request.repetition, 0.0]
-    ).tolist()
-    return [
-        request.slot, request.incarnation, len(request.prompt), temperature, top_p, request.top_k, min_p, repetition,
-        none, none, seed, 0, 0, 0,
-    ]  # fmt: skip
+def open_rows(requests: list[Request], seed: int = 5) -> OpenColumns:
+    """`BatchPlan.opens` of these requests; penalties start without history."""
+    return OpenColumns.filled(
+        len(requests),
+        slot=[r.slot for r in requests],
+        incarnation=[r.incarnation for r in requests],
+        prompt_tokens=[len(r.prompt) for r in requests],
+        temperature=float_bits([r.temperature for r in requests]),
+        top_p=float_bits([r.top_p for r in requests]),
+        top_k=[r.top_k for r in requests],
+        min_p=float_bits([r.min_p for r in requests]),
+        repetition=float_bits([r.repetition for r in requests]),
+        presence=float_bits([0.0]),
+        frequency=float_bits([0.0]),
+        seed_low=seed,
+        seed_high=0,
+        bias=0,
+        history=0,
+    )
+
+
+def page_rows(entries: list[tuple[int, int, int]]) -> PageDeltaColumns:
+    """`BatchPlan.page_deltas` of (request slot, index, page)."""
+    return PageDeltaColumns.filled(
+        len(entries),
+        slot=[slot for slot, _, _ in entries],
+        index=[index for _, index, _ in entries],
+        page=[page for _, _, page in entries],
+    )
 
 
 class Driver:
@@ -97,7 +117,7 @@ class Driver:
         *,
         opens: list[Request] | None = None,
         reference: int = -1,
-        deltas: dict[str, np.ndarray] | None = None,
+        deltas: dict[str, Any] | None = None,
     ) -> BatchPlan:
         """Rows for requests in scheduler order: (request, rows); rows 0 is a decode row. Frontiers are planned."""
         self.generation += 1
@@ -146,8 +166,8 @@ class Driver:
             generation=self.generation,
             reference=reference,
             deltas=Deltas(
-                opens=_i32([open_row(r) for r in opened]).reshape(-1, 14),
-                page_deltas=_i32(page_deltas).reshape(-1, 3),
+                opens=open_rows(opened),
+                page_deltas=page_rows(page_deltas),
                 **(deltas or {}),
             ),
         )
@@ -171,8 +191,8 @@ class Driver:
     @staticmethod
     def note(plan: BatchPlan, result: StepResult, work: list[tuple[Request, int]]) -> None:
         by_slot = {request.slot: request for request, _ in work}
-        for token, request in zip(result.tokens.tolist(), plan.samples[:, 1].tolist(), strict=True):
-            owner = by_slot[int(plan.requests[request, 0])]
+        for token, request in zip(result.tokens.tolist(), plan.samples.request.tolist(), strict=True):
+            owner = by_slot[int(plan.requests.slot[request])]
             owner.out.append(token)
             owner.last = token
 
@@ -184,14 +204,28 @@ class Driver:
             result = self.run(self.plan([]))
         return result
 
-    def copy(self, image: AdapterImage, slot: int, generation: int) -> dict[str, np.ndarray]:
-        words = np.frombuffer(bytes.fromhex(image.kernel_digest), dtype="<i4").tolist()
+    def copy(self, image: AdapterImage, slot: int, generation: int) -> dict[str, Any]:
         pages = self.take(len(image.pages))
         size_class = size_class_for(self.kv.page_bytes, image.pages.shape[1])
         return {
-            "copies": _i32([[*words, slot, generation, pages.size, size_class, 0]]),
+            "copies": copy_row(image.kernel_digest, slot, generation, pages.size, size_class),
             "copy_pages": pages,
         }
+
+
+def copy_row(
+    digest: str, slot: int, generation: int, pages: int = 1, size_class: int = 0, block: int = 0
+) -> CopyColumns:
+    """`BatchPlan.copies` of one copy."""
+    return CopyColumns.filled(
+        1,
+        digest=np.frombuffer(bytes.fromhex(digest), dtype="<i4"),
+        adapter_slot=slot,
+        adapter_generation=generation,
+        pages=pages,
+        size_class=size_class,
+        block=block,
+    )
 
 
 def _i32(values: Any) -> np.ndarray:

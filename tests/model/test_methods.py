@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.model.drive import Driver, Request, logits_of
 from tests.model.tiny import VOCAB, decoder, reference, save
+from tests.sections import adapters
 
 from loraplex.adapters.prepare import EXECUTABLE
 from loraplex.artifact.convert import to_image
@@ -192,5 +193,5 @@ def load_all(root: Path, driver: Driver, names: Sequence[str]) -> None:
     page_bytes, model = driver.kv.page_bytes, driver.runner.decoder
     for slot, name in enumerate(names, start=1):
         loaded = driver.load(image(root, name, page_bytes, model), slot, 7)
-        assert loaded.copied.tolist() == [[slot, 7, 1]]
-        driver.step([], deltas={"publishes": np.array([[slot, 7]], dtype=np.int32)})
+        assert loaded.copied.array.tolist() == [[slot, 7, 1]]
+        driver.step([], deltas={"publishes": adapters((slot, 7))})

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.model.drive import Driver, Request, logits_of
+from tests.model.drive import Driver, Request, copy_row, logits_of, open_rows, page_rows
 from tests.model.tiny import decoder, reference, save
+from tests.sections import adapters, changed
 
 from loraplex.core.packed import bits_float
 from loraplex.core.plan import BatchPlan, StepResult
@@ -156,39 +157,40 @@ def test_logits_that_are_not_finite_are_a_fault_of_their_request_alone(
     nan_row(driver, a)
     plan = driver.plan([(a, 0), (b, 0)])
     result = driver.run(plan)
-    assert [int(plan.requests[i, 0]) for i in result.faults[:, 0]] == [0]
+    assert [int(plan.requests.slot[i]) for i in result.faults.request] == [0]
     driver.note(plan, result, [(a, 0), (b, 0)])
     assert 0 <= a.out[-1] < 131
     driver.step([(b, 0)])
     assert b.out == greedy(b.prompt, 3)
 
 
-def stale(plan: BatchPlan, column: int, value: int) -> BatchPlan:
-    requests = plan.requests.copy()
-    requests[0, column] = value
-    return replace(plan, requests=requests)
+def stale(plan: BatchPlan, **columns: int) -> BatchPlan:
+    return replace(plan, requests=changed(plan.requests, 0, **columns))
 
 
 REFUSALS: dict[str, tuple[str, Any]] = {
-    "incarnation": ("stale_request_generation", lambda p: stale(p, 1, 9)),
-    "frontier": ("stale_kv_frontier", lambda p: stale(p, 6, 5)),
+    "incarnation": ("stale_request_generation", lambda p: stale(p, incarnation=9)),
+    "frontier": ("stale_kv_frontier", lambda p: stale(p, frontier=5)),
     "adapter": (
         "stale_slot_generation",
         lambda p: replace(
-            stale(stale(p, 2, 1), 3, 4),
+            stale(p, adapter_slot=1, adapter_generation=4),
             segment_adapters=np.array([1], np.int32),
             group_rows=np.array([0], np.int32),
             group_offsets=np.array([0, 1], np.int32),
             group_adapters=np.array([1], np.int32),
         ),
     ),
-    "length": ("stale_kv_frontier", lambda p: replace(stale(p, 4, 2), positions=p.positions - 4, samples=p.samples - [0, 0, 4, 0])),
+    "length": ("stale_kv_frontier", lambda p: replace(
+        stale(p, kv_start=2), positions=p.positions - 4,
+        samples=changed(p.samples, 0, position=lambda at: at - 4),
+    )),
     "page": ("plan_page_table", lambda p: replace(p, page_deltas=p.page_deltas[:0])),
-    "writer": ("plan_page_table", lambda p: replace(p, page_deltas=p.page_deltas * [1, 1, 0] + [0, 0, 10_000])),
+    "writer": ("plan_page_table", lambda p: replace(p, page_deltas=changed(p.page_deltas, 0, page=10_000))),
     "generation": ("stale_plan_generation", lambda p: replace(p, generation=1)),
     "gap": ("stale_plan_generation", lambda p: replace(p, generation=p.generation + 1)),
-    "publish": ("stale_slot_generation", lambda p: replace(p, publishes=np.array([[1, 3]], np.int32))),
-    "retire": ("stale_slot_generation", lambda p: replace(p, retires=np.array([[1, 3]], np.int32))),
+    "publish": ("stale_slot_generation", lambda p: replace(p, publishes=adapters((1, 3)))),
+    "retire": ("stale_slot_generation", lambda p: replace(p, retires=adapters((1, 3)))),
     "token": ("plan_token_reference", lambda p: replace(p, tokens=np.array([131], np.int32))),
 }  # fmt: skip
 
@@ -215,8 +217,7 @@ def test_a_stale_plan_is_refused_whole_and_changes_nothing(model: Decoder, name:
 def test_two_requests_cannot_write_one_page(model: Decoder) -> None:
     driver = Driver(model)
     plan = driver.plan([(Request(0, prompt(3, 1)), 3), (Request(1, prompt(3, 2)), 3)])
-    deltas = plan.page_deltas.copy()
-    deltas[1, 2] = deltas[0, 2]
+    deltas = changed(plan.page_deltas, 1, page=plan.page_deltas.page[0])
     assert code_of(driver.run(replace(plan, page_deltas=deltas)).error_message) == "plan_page_table"
 
 
@@ -230,10 +231,8 @@ def test_requests_may_share_pages_that_both_only_read(model: Decoder) -> None:
     shared = driver.tables[0][:2]
     plan = replace(
         plan,
-        opens=np.array([[1, 1, 12, *[0] * 11]], dtype=np.int32),
-        page_deltas=np.array(
-            [(1, i, p) for i, p in enumerate([*shared, int(driver.take(1)[0])])], dtype=np.int32
-        ),
+        opens=open_rows([other]),
+        page_deltas=page_rows([(1, i, p) for i, p in enumerate([*shared, int(driver.take(1)[0])])]),
     )
     assert driver.run(plan).tokens.tolist() == greedy(other.prompt, 1)
 
@@ -297,7 +296,7 @@ def test_a_page_that_a_running_request_reads_is_not_scrubbed_or_copied_over(mode
     driver.step([(a, 9)])
     page = np.array(driver.tables[0][:1], dtype=np.int32)
     plan = driver.plan([(a, 0)])
-    copies = np.array([[*[0] * 8, 1, 1, 1, 0, 0]], dtype=np.int32)
+    copies = copy_row("00" * 32, 1, 1)
     scrub = driver.run(replace(plan, scrub_pages=page))
     assert code_of(scrub.error_message) == "plan_page_table"
     copy = driver.run(replace(plan, generation=3, copies=copies, copy_pages=page))
@@ -309,7 +308,7 @@ def test_a_plan_launched_over_an_uncollected_failure_is_stale(model: Decoder) ->
     driver = Driver(model)
     a, b = Request(0, prompt(6, 1)), Request(1, prompt(5, 2))
     driver.step([(a, 6)])
-    driver.runner.launch(stale(driver.plan([(a, 0)]), 1, 9).pack())
+    driver.runner.launch(stale(driver.plan([(a, 0)]), incarnation=9).pack())
     # It names nothing that the failed plan touched, and still was made for a state that never came.
     driver.runner.launch(driver.plan([(b, 5)]).pack())
     codes = [code_of(StepResult.unpack(driver.runner.collect()).error_message) for _ in range(2)]

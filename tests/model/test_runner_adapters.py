@@ -16,6 +16,7 @@ import torch
 from tests.engine.rig import sampling
 from tests.model.drive import Driver, Images, Request, logits_of
 from tests.model.tiny import VOCAB, reference, save
+from tests.sections import adapters, changed
 
 from loraplex.artifact.convert import to_image
 from loraplex.artifact.read_artifact import load_adapter
@@ -78,8 +79,8 @@ def prompt(length: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
-def publish(driver: Driver, slot: int, generation: int) -> dict[str, np.ndarray]:
-    return {"publishes": np.array([[slot, generation]], dtype=np.int32)}
+def publish(driver: Driver, slot: int, generation: int) -> dict[str, Any]:
+    return {"publishes": adapters((slot, generation))}
 
 
 def loaded(
@@ -89,7 +90,7 @@ def loaded(
     driver = Driver(model, page_tokens, pages=400, executor=executor)
     for slot, name in enumerate(names, start=1):
         result = driver.load(image(root, model, name, driver.kv.page_bytes), slot, 7)
-        assert result.copied.tolist() == [[slot, 7, 1]]
+        assert result.copied.array.tolist() == [[slot, 7, 1]]
         driver.step([], deltas=publish(driver, slot, 7))
     return driver
 
@@ -133,10 +134,10 @@ def test_an_adapter_whose_bytes_differ_is_not_intact_and_cannot_be_published(
     good = image(root, model, "all-r4", driver.kv.page_bytes)
     pages = good.pages.copy()
     pages[len(pages) // 2, 5] ^= 1
-    assert driver.load(replace(good, pages=pages), 1, 7).copied.tolist() == [[1, 7, 0]]
+    assert driver.load(replace(good, pages=pages), 1, 7).copied.array.tolist() == [[1, 7, 0]]
     refused = driver.run(driver.plan([], deltas=publish(driver, 1, 7)))
     assert refused.error_message.startswith("stale_slot_generation: ")
-    assert driver.load(good, 1, 8).copied.tolist() == [[1, 8, 1]]
+    assert driver.load(good, 1, 8).copied.array.tolist() == [[1, 8, 1]]
     driver.step([], deltas=publish(driver, 1, 8))
 
 
@@ -152,13 +153,13 @@ def test_a_replay_that_is_ahead_of_its_copies_publishes_what_arrived_intact_and_
     for slot, made in ((1, good), (2, replace(other, pages=pages)), (3, good)):
         driver.images.images[made.kernel_digest] = made
         begun = driver.run(driver.plan([], deltas=driver.copy(made, slot, 7)))
-        assert (begun.error_message, begun.copied.tolist()) == ("", [])
-    both = {"publishes": np.array([[1, 7], [2, 7]], dtype=np.int32)}
+        assert (begun.error_message, begun.copied.array.tolist()) == ("", [])
+    both = {"publishes": adapters((1, 7), (2, 7))}
     assert driver.run(driver.plan([], deltas=both)).error_message.startswith("copy_checksum: ")
     assert driver.runner.table.published.tolist() == [0] * driver.bounds.max_adapter_slots
     result = driver.step([], deltas=publish(driver, 1, 7))
-    assert sorted(result.copied.tolist()) == [[1, 7, 1], [2, 7, 0]]
-    assert driver.step([], deltas=publish(driver, 3, 7)).copied.tolist() == [[3, 7, 1]]
+    assert sorted(result.copied.array.tolist()) == [[1, 7, 1], [2, 7, 0]]
+    assert driver.step([], deltas=publish(driver, 3, 7)).copied.array.tolist() == [[3, 7, 1]]
     assert driver.runner.table.published.tolist()[:4] == [0, 7, 0, 7]
     assert copies.ended() == []
 
@@ -168,7 +169,7 @@ def test_an_image_that_is_not_there_fails_its_copy_and_nothing_else(root: Path, 
     good = image(root, model, "qv-r3", driver.kv.page_bytes)
     request = Request(0, prompt(6, 1))
     result = driver.step([(request, 6)], deltas=driver.copy(good, 1, 7))
-    assert result.copied.tolist() == [[1, 7, 0]]
+    assert result.copied.array.tolist() == [[1, 7, 0]]
     assert request.out == [int(logits_of(reference("llama"), request.prompt)[-1].argmax())]
 
 
@@ -177,7 +178,7 @@ def test_an_image_for_another_model_is_not_installed(root: Path, model: Decoder)
     good = image(root, model, "qv-r3", driver.kv.page_bytes)
     modules = good.modules.copy()
     modules[:, 2] += 1
-    assert driver.load(replace(good, modules=modules), 1, 7).copied.tolist() == [[1, 7, 0]]
+    assert driver.load(replace(good, modules=modules), 1, 7).copied.array.tolist() == [[1, 7, 0]]
 
 
 def test_a_published_slot_is_not_copied_over(root: Path, model: Decoder) -> None:
@@ -193,11 +194,11 @@ def test_rows_bind_only_the_published_generation(root: Path, model: Decoder) -> 
     plan = driver.plan([(request, 6)])
     assert driver.run(plan).error_message.startswith("stale_slot_generation: ")
     driver.step([], deltas=publish(driver, 1, 7))
-    stale = replace(plan, generation=4, requests=plan.requests + np.eye(8, dtype=np.int32)[3])
+    stale = replace(plan, generation=4, requests=changed(plan.requests, 0, adapter_generation=8))
     assert driver.run(stale).error_message.startswith("stale_slot_generation: ")
     assert driver.run(replace(plan, generation=5)).error_message == ""
     driver.generation = 5
-    driver.step([], deltas={"retires": np.array([[1, 7]], dtype=np.int32)})
+    driver.step([], deltas={"retires": adapters((1, 7))})
     request.last = 3
     assert driver.run(driver.plan([(request, 0)])).error_message.startswith("stale_slot_generation: ")
 
@@ -213,7 +214,7 @@ def test_adapter_deltas_of_a_failed_plan_may_come_again(
     driver.images.images[third.kernel_digest] = third
     deltas = {
         **driver.copy(third, 1, 8),
-        "retires": np.array([[1, 7]], dtype=np.int32),
+        "retires": adapters((1, 7)),
         **publish(driver, 3, 2),
     }
     plan = driver.plan([(request, 6)], deltas=deltas)
@@ -226,7 +227,7 @@ def test_adapter_deltas_of_a_failed_plan_may_come_again(
         assert driver.run(plan).error_message.startswith("backend_failed: ")
     again = driver.run(replace(plan, generation=plan.generation + 1))
     assert again.error_message == ""
-    assert again.copied.tolist() == [[1, 8, 1]]
+    assert again.copied.array.tolist() == [[1, 8, 1]]
     assert driver.runner.table.published.tolist() == [0, 0, 7, 2, 0]
     assert again.tokens.tolist() == [int(logits_of(tuned("qv-r3"), request.prompt)[-1].argmax())]
 

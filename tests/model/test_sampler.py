@@ -11,7 +11,7 @@ import torch
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.packed import float_bits
-from loraplex.core.plan import OPEN_COLUMNS
+from loraplex.core.plan import BiasColumns, OpenColumns
 from loraplex.model.sampler import Sampler, TokenMasks, best_ids
 from loraplex.model.sampler_cpu import CompiledSampling
 from loraplex.ops.cpu import compiled
@@ -24,8 +24,8 @@ DEFAULTS: dict[str, Any] = {
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 
 
-def open_rows(*rows: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The plan's three open arrays from keyword rows; `prompt`, `output` and `bias` are lists."""
+def open_rows(*rows: dict[str, Any]) -> tuple[OpenColumns, BiasColumns, np.ndarray]:
+    """The plan's three open sections from keyword rows; `prompt`, `output` and `bias` are lists."""
     out, biases, history = [], [], []
     for slot, row in enumerate(rows):
         full = {**DEFAULTS, "slot": slot, **row}
@@ -33,12 +33,18 @@ def open_rows(*rows: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray
         full |= {"prompt_tokens": len(prompt), "bias": len(bias), "history": len(prompt) + len(output)}
         for name in FLOATS:
             full[name] = int(float_bits([full[name]])[0])
-        out.append([full[name] for name in OPEN_COLUMNS])
-        biases += [(token, int(float_bits([value])[0])) for token, value in bias]
+        out.append(
+            OpenColumns.filled(
+                1, **{name: value for name, value in full.items() if name not in ("prompt", "output")}
+            )
+        )
+        biases += bias
         history += prompt + output
     return (
-        np.array(out, dtype=np.int32).reshape(-1, len(OPEN_COLUMNS)),
-        np.array(biases, dtype=np.int32).reshape(-1, 2),
+        OpenColumns.joined(out) if out else OpenColumns.none(),
+        BiasColumns.filled(
+            len(biases), token=[token for token, _ in biases], bias=float_bits([value for _, value in biases])
+        ),
         np.array(history, dtype=np.int32),
     )
 
@@ -321,8 +327,8 @@ def test_best_ids_order_negative_and_infinite_logits() -> None:
         open_rows({"slot": 99}),
         open_rows({"bias": [(77, 1.0)]}),
         open_rows({"presence": 1.0, "output": [77]}),
-        (open_rows({"bias": [(1, 1.0)]})[0], np.empty((0, 2), np.int32), np.empty(0, np.int32)),
-        (open_rows({})[0], np.empty((0, 2), np.int32), arange(3)),
+        (open_rows({"bias": [(1, 1.0)]})[0], BiasColumns.none(), np.empty(0, np.int32)),
+        (open_rows({})[0], BiasColumns.none(), arange(3)),
     ],
     ids=["slot", "bias id", "history id", "bias count", "history count"],
 )

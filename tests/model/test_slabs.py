@@ -12,12 +12,14 @@ import numpy as np
 import peft
 import pytest
 import torch
-from tests.model.drive import Driver, Request, logits_of
+from tests.model.drive import Driver, Request, copy_row, logits_of
 from tests.model.test_runner_adapters import image, prompt, publish
 from tests.model.tiny import reference, save
+from tests.sections import adapters
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.layout import AdapterImage
+from loraplex.core.plan import BlockColumns
 from loraplex.model.copies import SteppedCopies
 from loraplex.model.decoder import Decoder
 
@@ -64,8 +66,7 @@ def into(
 ) -> dict[str, Any]:
     """Deltas that copy an image into one block of a page."""
     driver.images.images[made.kernel_digest] = made
-    words = np.frombuffer(bytes.fromhex(made.kernel_digest), dtype="<i4").tolist()
-    row = np.array([[*words, slot, 7, 1, size_class, block]], dtype=np.int32)
+    row = copy_row(made.kernel_digest, slot, 7, 1, size_class, block)
     return {"copies": row, "copy_pages": np.array([page], dtype=np.int32)}
 
 
@@ -85,7 +86,7 @@ def shared(root: Path, model: Decoder, names: list[str]) -> tuple[Driver, int]:
     for slot, name in enumerate(names, start=1):
         made = in_blocks_of(image(root, model, name, driver.kv.page_bytes), driver.kv.page_bytes, 3)
         result = driver.step([], deltas=into(driver, made, slot, page, 2 * slot - 1))
-        assert result.copied.tolist() == [[slot, 7, 1]]
+        assert result.copied.array.tolist() == [[slot, 7, 1]]
         driver.step([], deltas=publish(driver, slot, 7))
     return driver, page
 
@@ -128,8 +129,8 @@ def test_a_copy_a_scrub_and_a_retirement_touch_no_byte_beside_their_block(root: 
         if disturbed:
             deltas[0] = into(driver, made, 3, page, 2)
             deltas[1] = publish(driver, 3, 7)
-            deltas[2] = {"retires": np.array([[3, 7], [2, 7]], dtype=np.int32)}
-            deltas[3] = {"scrub_blocks": np.array([[page, 3, 2], [page, 3, 3]], dtype=np.int32)}
+            deltas[2] = {"retires": adapters((3, 7), (2, 7))}
+            deltas[3] = {"scrub_blocks": BlockColumns.filled(2, page=page, size_class=3, block=(2, 3))}
         for delta in deltas:
             results.append(driver.step([(base, 0), (other, 0)], deltas=delta))
             kept = [block for block in range(8) if block not in (2, 3)]
@@ -148,9 +149,9 @@ def test_a_block_is_filled_in_pieces_while_its_neighbour_runs(root: Path, model:
     made = in_blocks_of(image(root, model, "last-layer", driver.kv.page_bytes), driver.kv.page_bytes, 3)
     request = Request(0, prompt(6, 1), adapter=(1, 7))
     result = driver.step([(request, 6)], deltas=into(driver, made, 2, page, 0))
-    assert result.copied.tolist() == []
+    assert result.copied.array.tolist() == []
     copies._pieces[False] = 1  # one page or block a step
-    assert driver.step([(request, 0)]).copied.tolist() == [[2, 7, 1]]
+    assert driver.step([(request, 0)]).copied.array.tolist() == [[2, 7, 1]]
     choices = logits_of(tuned("one-layer"), request.prompt + request.out).argmax(dim=-1).tolist()
     assert request.out == choices[len(request.prompt) - 1 : -1]
 
@@ -163,7 +164,7 @@ def test_damage_in_a_block_is_seen_and_damage_beside_it_is_not_its_own(root: Pat
         pages[0, byte] ^= 1
         assert driver.step(
             [], deltas=into(driver, replace(good, pages=pages), 2, page, 2)
-        ).copied.tolist() == [[2, 7, 0]]
+        ).copied.array.tolist() == [[2, 7, 0]]
     table = driver.runner.table
     sums = table.checksums([page], 3, 1).tolist()
     driver.runner.pool[page, : driver.kv.page_bytes // 8] ^= 0xFF

@@ -45,7 +45,7 @@ def batch(members: list[int]) -> tuple[BatchPlan, np.ndarray]:
     plan = make_plan(prefills, [REQUESTS[m][0] for m in decodes])
     starts = np.cumsum([0] + [n for _, n in REQUESTS])
     scheduled = ([0] if 0 in members else []) + decodes
-    packed = [scheduled[i] for i in plan.requests[:, 7].tolist()]
+    packed = [scheduled[i] for i in plan.requests.scheduler_index.tolist()]
     return plan, np.concatenate([np.arange(starts[m], starts[m + 1]) for m in packed])
 
 

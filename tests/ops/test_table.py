@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.ops.build import Adapter, make_image, make_plan, make_world, random_adapter
+from tests.sections import changed
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import Module
@@ -102,10 +103,11 @@ def test_plans_name_the_published_generation() -> None:
     world = make_world(np.random.default_rng(0), [adapter(), adapter()], DIMS, torch.float32, PAGE)
     plan = make_plan([(1, 2)], [2, 0])
     make_operator(plan, world.table)
-    for column, value in ((3, 9), (3, 0), (2, 3), (2, 77), (2, -1)):
-        requests = plan.requests.copy()
-        requests[0, column] = value
-        stale = dataclasses.replace(plan, requests=requests)
+    for named in (
+        {"adapter_generation": 9}, {"adapter_generation": 0},
+        {"adapter_slot": 3}, {"adapter_slot": 77}, {"adapter_slot": -1},
+    ):  # fmt: skip
+        stale = dataclasses.replace(plan, requests=changed(plan.requests, 0, **named))
         assert code(lambda stale=stale: make_operator(stale, world.table)) is ErrorCode.STALE_SLOT_GENERATION
     world.table.retire(2, 11)
     assert code(lambda: make_operator(plan, world.table)) is ErrorCode.STALE_SLOT_GENERATION

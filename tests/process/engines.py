@@ -94,9 +94,9 @@ class ScoringDevice(VirtualDevice):
     def result_of(self, plan: BatchPlan, tokens: I32) -> StepResult:
         """Scores beside the tokens."""
         result = super().result_of(plan, tokens)
-        indptr, ids, values = made_scores(result.tokens, plan.samples[:, 3])
+        indptr, ids, values = made_scores(result.tokens, plan.samples.logprobs)
         prompt_indptr, prompt_ids, prompt_values = made_scores(
-            plan.prompt_logprobs[:, 2], plan.prompt_logprobs[:, 3]
+            plan.prompt_logprobs.target, plan.prompt_logprobs.top
         )
         return replace(
             result, logprob_indptr=indptr, logprob_ids=ids, logprob_values=values, prompt_logprob_indptr=prompt_indptr,

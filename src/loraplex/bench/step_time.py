@@ -21,7 +21,7 @@ from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import Event, IterationCompleted
 from loraplex.core.layout import KvShape
 from loraplex.core.messages import EngineSampling, RegisterAdapter, Submit
-from loraplex.core.plan import BatchPlan, StepResult
+from loraplex.core.plan import BatchPlan, CopiedColumns, StepResult
 from loraplex.engine.sizes import EngineLimits
 from loraplex.engine.step import Engine
 from loraplex.process.clock import MonotonicClock
@@ -60,10 +60,16 @@ class _Echo:
         started = time.thread_time_ns()
         read = BatchPlan.unpack(plan)
         count = len(read.samples)
-        copied = [(int(row[8]), int(row[9]), 1) for row in read.copies]
+        copies = read.copies
+        copied = CopiedColumns.filled(
+            len(copies),
+            adapter_slot=copies.adapter_slot,
+            adapter_generation=copies.adapter_generation,
+            intact=1,
+        )
         result = StepResult(
             generation=read.generation, execute_us=1, tokens=np.full(count, 7, np.int32),
-            logprob_indptr=np.zeros(count + 1, np.int32), copied=np.array(copied, np.int32).reshape(-1, 3),
+            logprob_indptr=np.zeros(count + 1, np.int32), copied=copied,
         )  # fmt: skip
         self._results.append(result.pack())
         self.spent_ns += time.thread_time_ns() - started

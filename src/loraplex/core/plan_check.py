@@ -17,15 +17,7 @@ import numpy.typing as npt
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.layout import MAX_SIZE_CLASS
 from loraplex.core.packed import I32, empty
-from loraplex.core.plan import (
-    COPY_BLOCK,
-    COPY_CLASS,
-    COPY_PAGES,
-    COPY_SLOT,
-    NO_REFERENCE,
-    BatchPlan,
-    mask_width,
-)
+from loraplex.core.plan import NO_REFERENCE, BatchPlan, mask_width
 
 Bools = npt.NDArray[np.bool_]
 
@@ -106,24 +98,24 @@ def _check_rows(plan: BatchPlan, bounds: PlanBounds, indptr: I32) -> None:
         plan.prefills >= 0 and plan.decodes >= 0 and plan.prefills + plan.decodes == count, code,
         f"{plan.prefills} prefills and {plan.decodes} decodes do not make {count} requests",
     )  # fmt: skip
-    slots, rows = requests[:, 0], requests[:, 5]
+    slots, rows = requests.slot, requests.rows
     _require(_at_least(rows, 1), code, "a request has no rows")
     _require(int(indptr[-1]) == total, code, f"requests own {int(indptr[-1])} rows of {total}")
     _require(plan.positions.size == total, code, f"{plan.positions.size} positions for {total} rows")
     _require(_within(slots, 0, bounds.max_requests), code, "a request slot is out of bounds")
     _require(_distinct(slots, bounds.max_requests), code, "a request slot appears twice")
     _require(
-        _within(requests[:, 2], 0, bounds.max_adapter_slots),
+        _within(requests.adapter_slot, 0, bounds.max_adapter_slots),
         ErrorCode.PLAN_SEGMENTS,
         "an adapter slot is out of bounds",
     )
-    order = requests[:, 7]
+    order = requests.scheduler_index
     _require(
         _within(order, 0, count) and _distinct(order, count),
         code,
         "scheduler indices are not a permutation",
     )
-    kv_start = requests[:, 4]
+    kv_start = requests.kv_start
     _require(_at_least(kv_start, 0), ErrorCode.PLAN_POSITION, "a request starts before position 0")
     expected = np.arange(total) - np.repeat(indptr[:-1] - kv_start, rows)
     _require(
@@ -176,8 +168,12 @@ def _check_segments(plan: BatchPlan, row_adapters: I32) -> None:
         _same(np.repeat(adapters, offsets[1:] - offsets[:-1]), row_adapters), code,
         "a segment's adapter is not the adapter of its rows",
     )  # fmt: skip
-    base = plan.requests[:, 2] == 0
-    _require(not (plan.requests[:, 3] * base).any(), code, "a base-only request names an adapter generation")
+    base = plan.requests.adapter_slot == 0
+    _require(
+        not (plan.requests.adapter_generation * base).any(),
+        code,
+        "a base-only request names an adapter generation",
+    )
 
 
 def _check_groups(plan: BatchPlan, bounds: PlanBounds, row_adapters: I32) -> None:
@@ -211,27 +207,30 @@ def _check_logits(plan: BatchPlan, bounds: PlanBounds, indptr: I32) -> None:
     _require(_within(logit_rows, 0, plan.rows), code, "a logit row is out of bounds")
     _require(_rising(logit_rows), code, "logit rows are not strictly increasing")
     count = len(plan.requests)
-    for name, table in (("sample", samples), ("prompt log probability", scored)):
-        _require(_within(table[:, 0], 0, logit_rows.size), code, f"a {name} has no logit row")
-        _require(_within(table[:, 1], 0, count), code, f"a {name} has no request")
-    sampled = samples[:, 1]
+    for name, logit, request in (
+        ("sample", samples.logit, samples.request),
+        ("prompt log probability", scored.logit, scored.request),
+    ):
+        _require(_within(logit, 0, logit_rows.size), code, f"a {name} has no logit row")
+        _require(_within(request, 0, count), code, f"a {name} has no request")
+    sampled = samples.request
     last = indptr[1:][sampled] - 1
-    _require(_same(logit_rows[samples[:, 0]], last), code, "a sample is not its request's last row")
+    _require(_same(logit_rows[samples.logit], last), code, "a sample is not its request's last row")
     marks = _mark(sampled, count)
     _require(int(np.count_nonzero(marks)) == len(samples), code, "a request samples twice")
-    _require(_rising(plan.requests[:, 7][sampled]), code, "samples are not in scheduler order")
+    _require(_rising(plan.requests.scheduler_index[sampled]), code, "samples are not in scheduler order")
     _require(
-        _same(samples[:, 2], plan.positions[last] + 1), code, "a sampled position does not follow its row"
+        _same(samples.position, plan.positions[last] + 1), code, "a sampled position does not follow its row"
     )
     _require(marks[plan.prefills :].all(), code, "a decode request samples nothing")
     if not len(scored):
         return
-    owner = np.searchsorted(indptr[1:], logit_rows[scored[:, 0]], side="right")
-    _require(_same(owner, scored[:, 1]), code, "a prompt log probability lies in another request's rows")
+    owner = np.searchsorted(indptr[1:], logit_rows[scored.logit], side="right")
+    _require(_same(owner, scored.request), code, "a prompt log probability lies in another request's rows")
     _require(
-        _within(scored[:, 2], 0, bounds.vocab_size), code, "a prompt log probability's target is no token"
+        _within(scored.target, 0, bounds.vocab_size), code, "a prompt log probability's target is no token"
     )
-    _require(_at_least(scored[:, 3], 0), code, "a prompt log probability asks for a negative count")
+    _require(_at_least(scored.top, 0), code, "a prompt log probability asks for a negative count")
 
 
 def _check_masks(plan: BatchPlan, bounds: PlanBounds) -> None:
@@ -252,18 +251,18 @@ def _check_masks(plan: BatchPlan, bounds: PlanBounds) -> None:
 def _check_deltas(plan: BatchPlan, bounds: PlanBounds) -> None:
     code = ErrorCode.PLAN_PAGE_TABLE
     deltas = plan.page_deltas
-    _require(_within(deltas[:, 0], 0, bounds.max_requests), code, "a page delta names no request slot")
+    _require(_within(deltas.slot, 0, bounds.max_requests), code, "a page delta names no request slot")
     _require(
-        _within(deltas[:, 1], 0, bounds.max_pages_per_request),
+        _within(deltas.index, 0, bounds.max_pages_per_request),
         code,
         "a page delta lies outside the page table",
     )
-    _require(_within(deltas[:, 2], 1, bounds.num_pages), code, "a page delta names the null page or none")
+    _require(_within(deltas.page, 1, bounds.num_pages), code, "a page delta names the null page or none")
     _check_copies(plan, bounds)
     for name, slots in (
-        ("copy", plan.copies[:, COPY_SLOT]),
-        ("publication", plan.publishes[:, 0]),
-        ("retirement", plan.retires[:, 0]),
+        ("copy", plan.copies.adapter_slot),
+        ("publication", plan.publishes.adapter_slot),
+        ("retirement", plan.retires.adapter_slot),
     ):
         _require(
             _within(slots, 1, bounds.max_adapter_slots),
@@ -272,25 +271,27 @@ def _check_deltas(plan: BatchPlan, bounds: PlanBounds) -> None:
         )
     opens = plan.opens
     _require(
-        _within(opens[:, 0], 0, bounds.max_requests),
+        _within(opens.slot, 0, bounds.max_requests),
         ErrorCode.PLAN_MALFORMED,
         "an open names no request slot",
     )
     _require(
-        _distinct(opens[:, 0], bounds.max_requests),
+        _distinct(opens.slot, bounds.max_requests),
         ErrorCode.PLAN_MALFORMED,
         "a request slot is opened twice",
     )
     _require(
-        int(opens[:, 12].sum()) == len(plan.open_bias) and int(opens[:, 13].sum()) == plan.open_history.size,
+        int(opens.bias.sum()) == len(plan.open_bias) and int(opens.history.sum()) == plan.open_history.size,
         ErrorCode.PLAN_MALFORMED, "opens disagree with their bias entries or history",
     )  # fmt: skip
     _require(_within(plan.scrub_pages, 1, bounds.num_pages), code, "a scrub names the null page or none")
     if not len(plan.scrub_blocks):
         return
-    page, size_class, block = plan.scrub_blocks.T
+    scrubs = plan.scrub_blocks
     _require(
-        _within(page, 1, bounds.num_pages) and _within(size_class, 1, MAX_SIZE_CLASS + 1) and _blocks_exist(size_class, block),
+        _within(scrubs.page, 1, bounds.num_pages)
+        and _within(scrubs.size_class, 1, MAX_SIZE_CLASS + 1)
+        and _blocks_exist(scrubs.size_class, scrubs.block),
         code, "a scrub names no block",
     )  # fmt: skip
 
@@ -302,8 +303,8 @@ def _blocks_exist(size_class: I32, block: I32) -> bool:
 def _check_copies(plan: BatchPlan, bounds: PlanBounds) -> None:
     """Copies land in pages of the pool, no two of them in one byte, none where a request is given a page."""
     code, copies, pages = ErrorCode.PLAN_PAGE_TABLE, plan.copies, plan.copy_pages
-    counts, size_class, block = copies[:, COPY_PAGES], copies[:, COPY_CLASS], copies[:, COPY_BLOCK]
-    if not copies.size and not pages.size:
+    counts, size_class, block = copies.pages, copies.size_class, copies.block
+    if not len(copies) and not pages.size:
         return
     _require(_within(pages, 1, bounds.num_pages), code, "a copy names the null page or none")
     _require((counts >= 0).all() and int(counts.sum()) == pages.size, code, "copies and their pages disagree")
@@ -319,6 +320,6 @@ def _check_copies(plan: BatchPlan, bounds: PlanBounds) -> None:
     apart = (kind[1:] == kind[:-1]) & (kind[1:] > 0) & (place[1:] != place[:-1])
     _require((~again | apart).all(), code, "two copies share a page, or a block of it")
     _require(
-        not np.isin(pages, plan.page_deltas[:, 2]).any(), code,
+        not np.isin(pages, plan.page_deltas.page).any(), code,
         "a page is handed to a request and to a copy at once",
     )  # fmt: skip

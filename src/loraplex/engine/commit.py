@@ -10,7 +10,7 @@ import numpy as np
 from loraplex.core.errors import ErrorCode, InternalFault, error_for
 from loraplex.core.events import FirstToken, IterationCompleted, PlanDiscarded, StepFailed
 from loraplex.core.messages import TokenBinding, TokenLogprobs, Tokens
-from loraplex.core.packed import I32, bits_float
+from loraplex.core.packed import I32, bits_float, each
 from loraplex.core.plan import BatchPlan, StepResult
 from loraplex.core.request import FinishReason
 from loraplex.engine import admission, constraints, endings, growth
@@ -34,11 +34,11 @@ def apply_result(state: EngineState, flight: Flight, result: StepResult) -> None
     """Commit one plan's result."""
     plan = flight.plan
     _check(flight, result)
-    slots: Slots = plan.requests[:, 0].astype(np.int64)
-    state.table.commit(slots, plan.requests[:, 5])
+    slots: Slots = plan.requests.slot.astype(np.int64)
+    state.table.commit(slots, plan.requests.rows)
     state.table.forget_references(plan.generation)
     state.committed = plan.generation
-    faulty = {int(slots[index]) for index in result.faults[:, 0]}
+    faulty = {int(slots[index]) for index in result.faults.request}
     scored = _prompt_logprobs(state, flight, result)
     _commit_tokens(state, flight, result, faulty, scored)
     for slot in faulty:
@@ -48,7 +48,8 @@ def apply_result(state: EngineState, flight: Flight, result: StepResult) -> None
             record,
             error=InternalFault(ErrorCode.NUMERIC_FAULT, "the model produced logits that are not finite"),
         )
-    for slot, generation, intact in result.copied.tolist():
+    copied = result.copied
+    for slot, generation, intact in each(copied.adapter_slot, copied.adapter_generation, copied.intact):
         job = loads.finish(state, slot, generation, bool(intact))
         if job is not None and intact:
             admission.loaded(state, job)
@@ -82,7 +83,7 @@ def _prompt_logprobs(
     out: dict[int, list[TokenLogprobs]] = {}
     plan = flight.plan
     for index in range(len(plan.prompt_logprobs)):
-        slot = int(plan.requests[plan.prompt_logprobs[index, 1], 0])
+        slot = int(plan.requests.slot[plan.prompt_logprobs.request[index]])
         entry = _logprobs(
             result.prompt_logprob_indptr, result.prompt_logprob_ids, result.prompt_logprob_values, index
         )
@@ -100,7 +101,7 @@ def _commit_tokens(
 ) -> None:
     """Append tokens to live requests, send them, and end the requests that they finish."""
     plan, table = flight.plan, state.table
-    slots = plan.requests[plan.samples[:, 1], 0].astype(np.int64)
+    slots = plan.sample_slots.astype(np.int64)
     records = list(map(state.by_slot.get, slots.tolist()))
     for index in np.flatnonzero(table.stopping[slots]).tolist():
         records[index] = _live(state, int(slots[index]))
@@ -138,7 +139,7 @@ def _commit_token(
     """Send the token of sample `index` with all that belongs to it, and end its request if it is finished."""
     plan, token = flight.plan, int(result.tokens[index])
     logprobs: tuple[TokenLogprobs, ...] = ()
-    if plan.samples[index, 3] >= 0:
+    if plan.samples.logprobs[index] >= 0:
         logprobs = (_logprobs(result.logprob_indptr, result.logprob_ids, result.logprob_values, index),)
     prompt = tuple(scored.pop(record.slot, ()))
     binding = _binding(state, record, plan.generation)
@@ -219,7 +220,7 @@ def _emit_iteration(state: EngineState, flight: Flight, result: StepResult) -> N
 def _runs_before(plan: BatchPlan) -> int:
     """Runs of one adapter that the requests make in scheduler order, which packing shortened."""
     adapters = np.empty(len(plan.requests), dtype=np.int32)
-    adapters[plan.requests[:, 7]] = plan.requests[:, 2]
+    adapters[plan.requests.scheduler_index] = plan.requests.adapter_slot
     return int(np.count_nonzero(adapters[1:] != adapters[:-1])) + (adapters.size > 0)
 
 
@@ -227,10 +228,10 @@ def undo(state: EngineState, failed: list[tuple[Flight, str]]) -> None:
     """Roll back plans that did not run, oldest first, and end the requests of those that failed for good."""
     for flight, message in failed:
         plan = flight.plan
-        slots: Slots = plan.requests[:, 0].astype(np.int64)
+        slots: Slots = plan.requests.slot.astype(np.int64)
         samples = np.zeros(len(plan.requests), dtype=np.bool_)
-        samples[plan.samples[:, 1]] = True
-        state.table.rollback_planned(slots, plan.requests[:, 5], samples)
+        samples[plan.samples.request] = True
+        state.table.rollback_planned(slots, plan.requests.rows, samples)
         state.table.forget_references(plan.generation)
         state.committed = max(state.committed, plan.generation)
         code, _, text = message.partition(": ")

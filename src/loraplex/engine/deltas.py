@@ -6,22 +6,25 @@ Deltas are idempotent: a plan that was refused or failed gives them back, and th
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
-from loraplex.core.packed import I32, empty, float_bits
+from loraplex.core.packed import I32, Columns, empty, float_bits
 from loraplex.core.plan import (
-    COPY_COLUMNS,
-    COPY_DIGEST_WORDS,
-    COPY_GENERATION,
-    COPY_PAGES,
-    COPY_SLOT,
-    OPEN_COLUMNS,
+    AdapterColumns,
+    BiasColumns,
+    BlockColumns,
+    CopyColumns,
+    Deltas,
+    OpenColumns,
+    PageDeltaColumns,
+    adapter_pairs,
 )
 from loraplex.engine.request_state import RequestRecord
 from loraplex.memory.residency import SlotDirectory
 from loraplex.memory.slabs import Block
-from loraplex.schedule.packing import Deltas
 from loraplex.schedule.running import RunningTable
 
 
@@ -39,7 +42,7 @@ class PendingDeltas:
     """Deltas for the next plan, in order."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[I32]] = {name: [] for name in _WIDTHS}
+        self._parts = _no_parts()
         self._maybe_filled = empty()
 
     def __bool__(self) -> bool:
@@ -56,54 +59,58 @@ class PendingDeltas:
         history = record.tokens if penalised else empty()
         seed = sampling.seed & 0xFFFF_FFFF_FFFF_FFFF
         low, high = np.array([seed & 0xFFFF_FFFF, seed >> 32], dtype=np.uint32).view(np.int32).tolist()
-        floats = float_bits(
-            [
-                sampling.temperature,
-                sampling.top_p,
-                sampling.min_p,
-                sampling.repetition_penalty,
-                sampling.presence_penalty,
-                sampling.frequency_penalty,
-            ]
-        ).tolist()
-        row = [
-            slot, incarnation, record.prompt_tokens, floats[0], floats[1], sampling.top_k, floats[2], floats[3],
-            floats[4], floats[5], low, high, len(sampling.logit_bias), history.size,
-        ]  # fmt: skip
-        self._add("opens", np.array([row], dtype=np.int32))
+        opened = OpenColumns.filled(
+            1,
+            slot=slot,
+            incarnation=incarnation,
+            prompt_tokens=record.prompt_tokens,
+            temperature=float_bits([sampling.temperature]),
+            top_p=float_bits([sampling.top_p]),
+            top_k=sampling.top_k,
+            min_p=float_bits([sampling.min_p]),
+            repetition=float_bits([sampling.repetition_penalty]),
+            presence=float_bits([sampling.presence_penalty]),
+            frequency=float_bits([sampling.frequency_penalty]),
+            seed_low=low,
+            seed_high=high,
+            bias=len(sampling.logit_bias),
+            history=history.size,
+        )
+        self._add("opens", opened)
         if sampling.logit_bias:
-            bias = np.empty((len(sampling.logit_bias), 2), dtype=np.int32)
-            bias[:, 0] = [token for token, _ in sampling.logit_bias]
-            bias[:, 1] = float_bits([value for _, value in sampling.logit_bias])
-            self._add("open_bias", bias)
+            tokens, values = zip(*sampling.logit_bias, strict=True)
+            self._add("open_bias", BiasColumns.filled(len(tokens), token=tokens, bias=float_bits(values)))
         if history.size:
             self._add("open_history", history)
 
-    def page_table(self, deltas: I32) -> None:
-        """Page-table entries [n, 3]."""
+    def page_table(self, deltas: PageDeltaColumns) -> None:
+        """Page-table entries."""
         if len(deltas):
             self._add("page_deltas", deltas)
 
     def copy(self, kernel_digest: str, slot: int, generation: int, place: I32 | Block) -> None:
         """Copy an adapter image into its pages, or its block, for (slot, generation)."""
-        row = np.zeros((1, COPY_COLUMNS), dtype=np.int32)
-        row[0, :COPY_DIGEST_WORDS] = digest_words(kernel_digest)
-        if isinstance(place, Block):
-            row[0, COPY_DIGEST_WORDS:] = slot, generation, 1, place.size_class, place.index
-            pages = np.array([place.page], dtype=np.int32)
-        else:
-            row[0, COPY_SLOT : COPY_PAGES + 1] = slot, generation, place.size
-            pages = place
-        self._add("copies", row)
+        block = place if isinstance(place, Block) else None
+        pages = place if isinstance(place, np.ndarray) else np.array([place.page], dtype=np.int32)
+        copy = CopyColumns.filled(
+            1,
+            digest=digest_words(kernel_digest),
+            adapter_slot=slot,
+            adapter_generation=generation,
+            pages=pages.size,
+            size_class=0 if block is None else block.size_class,
+            block=0 if block is None else block.index,
+        )
+        self._add("copies", copy)
         self._add("copy_pages", pages)
 
     def publish(self, slot: int, generation: int) -> None:
         """Make a validated copy visible to kernels."""
-        self._add("publishes", np.array([[slot, generation]], dtype=np.int32))
+        self._add("publishes", AdapterColumns.filled(1, adapter_slot=slot, adapter_generation=generation))
 
     def retire(self, slot: int, generation: int) -> None:
         """Take a slot out of the table."""
-        self._add("retires", np.array([[slot, generation]], dtype=np.int32))
+        self._add("retires", AdapterColumns.filled(1, adapter_slot=slot, adapter_generation=generation))
 
     def scrub(self, pages: I32) -> None:
         """Fill freed pages with 0xFF."""
@@ -112,7 +119,7 @@ class PendingDeltas:
 
     def scrub_block(self, page: int, size_class: int, index: int) -> None:
         """Fill a freed block with 0xFF."""
-        self._add("scrub_blocks", np.array([[page, size_class, index]], dtype=np.int32))
+        self._add("scrub_blocks", BlockColumns.filled(1, page=page, size_class=size_class, block=index))
 
     def take(
         self, table: RunningTable, copying: Container[tuple[int, int]], directory: SlotDirectory
@@ -127,55 +134,58 @@ class PendingDeltas:
         """
         if not self:
             return Deltas()
-        taken = {name: _join(name, parts) for name, parts in self._parts.items()}
-        self._parts = {name: [] for name in _WIDTHS}
-        opens = taken["opens"]
-        current = table.active[opens[:, 0]] & (table.incarnation[opens[:, 0]] == opens[:, 1])
-        if not current.all():
-            taken["open_bias"] = taken["open_bias"][np.repeat(current, opens[:, 12])]
-            taken["open_history"] = taken["open_history"][np.repeat(current, opens[:, 13])]
-            taken["opens"] = opens[current]
-        slots, indices, pages = taken["page_deltas"].T
+        taken = Deltas(**{name: _joined(parts) for name, parts in self._parts.items() if parts})
+        self._parts = _no_parts()
+        opens, entries, copies = taken.opens, taken.page_deltas, taken.copies
+        if len(opens):
+            current = table.active[opens.slot] & (table.incarnation[opens.slot] == opens.incarnation)
+            taken = replace(
+                taken,
+                opens=opens[current],
+                open_bias=taken.open_bias[np.repeat(current, opens.bias)],
+                open_history=taken.open_history[np.repeat(current, opens.history)],
+            )
         holds = (
-            table.active[slots] & (indices < table.pages[slots]) & (table.page_table[slots, indices] == pages)
+            table.active[entries.slot]
+            & (entries.index < table.pages[entries.slot])
+            & (table.page_table[entries.slot, entries.index] == entries.page)
         )
         if not holds.all():
-            taken["page_deltas"] = taken["page_deltas"][holds]
-        if len(taken["publishes"]):
-            held = [directory.generation(slot) == at for slot, at in taken["publishes"].tolist()]
-            taken["publishes"] = taken["publishes"][np.array(held)]
-        copies = taken["copies"]
+            taken = replace(taken, page_deltas=entries[holds])
+        if len(taken.publishes):
+            held = [directory.generation(slot) == at for slot, at in adapter_pairs(taken.publishes)]
+            taken = replace(taken, publishes=taken.publishes[np.array(held)])
         if len(copies):
-            pairs = copies[:, COPY_SLOT : COPY_GENERATION + 1].tolist()
-            open_still = np.array([(slot, generation) in copying for slot, generation in pairs])
-            taken["copy_pages"] = taken["copy_pages"][np.repeat(open_still, copies[:, COPY_PAGES])]
-            taken["copies"] = copies[open_still]
-        scrubs, filled, self._maybe_filled = taken["scrub_pages"], self._maybe_filled, empty()
-        taken["scrub_pages"] = scrubs[~np.isin(scrubs, filled)] if filled.size else scrubs
+            under_way = np.array([pair in copying for pair in adapter_pairs(copies)])
+            pages = taken.copy_pages[np.repeat(under_way, copies.pages)]
+            taken = replace(taken, copies=copies[under_way], copy_pages=pages)
+        filled = self._maybe_filled
         if filled.size:
-            blocks = taken["scrub_blocks"]
-            taken["scrub_blocks"] = blocks[~np.isin(blocks[:, 0], filled)]
-        return Deltas(**taken)
+            self._maybe_filled = empty()
+            taken = replace(
+                taken,
+                scrub_pages=taken.scrub_pages[~np.isin(taken.scrub_pages, filled)],
+                scrub_blocks=taken.scrub_blocks[~np.isin(taken.scrub_blocks.page, filled)],
+            )
+        return taken
 
     def restore(self, deltas: Deltas) -> None:
         """Put back what `take` gave, before anything collected since."""
         self._maybe_filled = np.concatenate((self._maybe_filled, deltas.copy_pages))
         for name, parts in self._parts.items():
-            array = getattr(deltas, name)
-            if len(array):
-                parts.insert(0, array)
+            part = getattr(deltas, name)
+            if len(part):
+                parts.insert(0, part)
 
-    def _add(self, name: str, array: I32) -> None:
-        self._parts[name].append(array)
-
-
-_WIDTHS = {
-    "opens": len(OPEN_COLUMNS), "open_bias": 2, "open_history": 1, "page_deltas": 3, "copies": COPY_COLUMNS,
-    "copy_pages": 1, "publishes": 2, "retires": 2, "scrub_pages": 1, "scrub_blocks": 3,
-}  # fmt: skip
+    def _add(self, section: str, part: I32 | Columns) -> None:
+        self._parts[section].append(part)
 
 
-def _join(name: str, parts: list[I32]) -> I32:
-    if not parts:
-        return empty(_WIDTHS[name])
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+def _no_parts() -> dict[str, list[Any]]:
+    """For each section of `Deltas`, its parts."""
+    return {section.name: [] for section in fields(Deltas)}
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Parts of one section as one."""
+    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else type(parts[0]).joined(parts)

@@ -58,7 +58,7 @@ def launch(state: EngineState, backend: Backend, flight: Flight) -> bool:
     state.launched = plan.generation
     selection = flight.selection
     state.table.advance_planned(selection.slots, selection.rows, selection.samples)
-    samplers = plan.requests[plan.samples[:, 1], 0].astype(np.int64)
+    samplers = plan.sample_slots.astype(np.int64)
     state.table.note_samples(selection.slots, samplers, plan.generation)
     entry_of_slot, generation = state.entry_of_slot, plan.generation
     for slot in plan.group_adapters.tolist():
@@ -74,8 +74,8 @@ def _validate_adapters(state: EngineState, plan: BatchPlan) -> None:
 
     The plan's groups are its distinct adapters: `check_plan` has seen to that.
     """
-    table, slots = state.table, plan.requests[:, 0]
-    adapters, generations = plan.requests[:, 2], plan.requests[:, 3]
+    table, slots = state.table, plan.requests.slot
+    adapters, generations = plan.requests.adapter_slot, plan.requests.adapter_generation
     wrong = (table.adapter_slot[slots] != adapters) | (table.adapter_generation[slots] != generations)
     if wrong.any():
         index = int(np.flatnonzero(wrong)[0])
@@ -108,26 +108,26 @@ _REBUILDABLE = frozenset(
 def validate_launch(state: EngineState, plan: BatchPlan) -> None:
     """Compare each generation in the plan with its owner's; raises the stale component's code."""
     table, requests = state.table, plan.requests
-    slots = requests[:, 0]
+    slots = requests.slot
     live = table.active[slots] & ~table.stopping[slots]
-    if not live.all() or not np.array_equal(table.incarnation[slots], requests[:, 1]):
+    if not live.all() or not np.array_equal(table.incarnation[slots], requests.incarnation):
         raise InternalFault(
             ErrorCode.STALE_REQUEST_GENERATION, "a planned request has ended or was preempted"
         )
-    if not np.array_equal(table.planned_generation[slots], requests[:, 6]) or not np.array_equal(
-        table.planned[slots], requests[:, 4]
+    if not np.array_equal(table.planned_generation[slots], requests.frontier) or not np.array_equal(
+        table.planned[slots], requests.kv_start
     ):
         raise InternalFault(
             ErrorCode.STALE_KV_FRONTIER, "a request's planned frontier moved since the plan was made"
         )
-    ends = requests[:, 4] + requests[:, 5]
+    ends = requests.kv_end
     if (table.pages[slots] * state.limits.kv.page_tokens < ends).any():
         raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a row has no page for its position")
     _validate_adapters(state, plan)
-    owned = table.page_table[plan.page_deltas[:, 0], plan.page_deltas[:, 1]]
-    if not np.array_equal(owned, plan.page_deltas[:, 2]):
+    owned = table.page_table[plan.page_deltas.slot, plan.page_deltas.index]
+    if not np.array_equal(owned, plan.page_deltas.page):
         raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a page delta disagrees with its request's page table")
-    grown = np.unique(plan.page_deltas[:, 0])
+    grown = np.unique(plan.page_deltas.slot)
     if grown.size:
         pages, owners = table.owned_pages_each(grown)
         if not state.pool.owners(pages, PageState.KV, owners, table.incarnation[owners]):

@@ -14,7 +14,7 @@ import numpy as np
 from loraplex.core.events import Event
 from loraplex.core.messages import FromEngine
 from loraplex.core.packed import I32
-from loraplex.core.plan import BatchPlan
+from loraplex.core.plan import BatchPlan, Deltas
 from loraplex.core.ports import Clock, Grammars, Loader
 from loraplex.engine.deltas import PendingDeltas
 from loraplex.engine.request_state import LoadJob, RequestRecord, Want
@@ -22,7 +22,6 @@ from loraplex.engine.sizes import EngineLimits
 from loraplex.memory.host import HostTier
 from loraplex.memory.pages import PagePool, PageState
 from loraplex.memory.residency import AdapterEntry, SlotDirectory
-from loraplex.schedule.packing import Deltas
 from loraplex.schedule.queue import WaitingQueue
 from loraplex.schedule.running import RunningTable
 from loraplex.schedule.select import Selection

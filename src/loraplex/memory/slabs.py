@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.layout import MAX_SIZE_CLASS, block_bytes
-from loraplex.core.packed import I32
+from loraplex.core.packed import I32, each
+from loraplex.core.plan import BlockColumns
 from loraplex.memory.states import PageState, WholePages
 
 I64 = npt.NDArray[np.int64]
@@ -216,12 +217,12 @@ class Slabs:
                 f"launch {fence} may still use a block that would be overwritten; {completed_launch} has completed",
             )
 
-    def name(self, rows: I32, launch: int) -> None:
-        """A launch that writes to blocks beside their owner's rows, as scrubs do. rows: [n, 3] (page, class, index).
+    def name(self, blocks: BlockColumns, launch: int) -> None:
+        """A launch that writes to blocks beside their owner's rows, as scrubs do.
 
         A slab that is gone since, or was cut anew, is named as a whole.
         """
-        for page, size_class, index in rows.tolist():
+        for page, size_class, index in each(blocks.page, blocks.size_class, blocks.block):
             slab = self._slabs.get(page)
             if slab is not None and slab.size_class == size_class:
                 slab.fence[index] = max(int(slab.fence[index]), launch)

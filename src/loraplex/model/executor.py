@@ -49,9 +49,10 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """(request slot, incarnation) [S, 2] of each sample of one plan, and its tokens int64 [S] on the device."""
+    """Request slot and incarnation [S] of each sample of one plan, and its tokens int64 [S] on the device."""
 
-    owners: I32
+    slots: I32
+    incarnations: I32
     tokens: torch.Tensor
 
 
@@ -63,8 +64,8 @@ class SampleLog:
 
     def note(self, plan: BatchPlan, tokens: torch.Tensor) -> None:
         """Remember a plan's samples; the plan before the last is forgotten."""
-        owners = plan.requests[plan.samples[:, 1], :2]
-        self._plans[plan.generation] = Sampled(owners.copy(), tokens)
+        incarnations = plan.requests.incarnation[plan.samples.request]
+        self._plans[plan.generation] = Sampled(plan.sample_slots, incarnations, tokens)
         self._plans.pop(plan.generation - KEPT_PLANS, None)
 
     def tokens(self, generation: int) -> torch.Tensor:
@@ -82,9 +83,13 @@ class SampleLog:
                 ErrorCode.STALE_PLAN_GENERATION, f"tokens of plan {plan.reference} are not on the device"
             )
         samples = -1 - plan.tokens[rows]
-        owners = np.repeat(plan.requests[:, :2], plan.requests[:, 5], axis=0)[rows]
-        inside = int(samples.max()) < len(source.owners)
-        if not inside or not np.array_equal(source.owners[samples], owners):
+        requests = plan.requests[np.repeat(np.arange(len(plan.requests)), plan.requests.rows)[rows]]
+        inside = int(samples.max()) < source.slots.size
+        if (
+            not inside
+            or not np.array_equal(source.slots[samples], requests.slot)
+            or not np.array_equal(source.incarnations[samples], requests.incarnation)
+        ):
             raise InternalFault(
                 ErrorCode.PLAN_TOKEN_REFERENCE, "a token reference names no sample of its own request"
             )
@@ -137,7 +142,7 @@ class TorchExecutor:
         if plan.rows == 0:
             vocab = self._decoder.spec.vocab_size
             return torch.empty((0, vocab), dtype=torch.float32, device=self._device)
-        histories = Histories(plan.prefills, plan.requests[:, 4], plan.requests[:, 5], tables)
+        histories = Histories(plan.prefills, plan.requests.kv_start, plan.requests.rows, tables)
         return self._decoder.forward(
             self._tokens(plan),
             self._index(plan.positions),
@@ -152,9 +157,10 @@ class TorchExecutor:
         finite = torch.isfinite(logits.sum(dim=-1))
         tokens = torch.empty(0, dtype=torch.int64, device=self._device)
         if len(plan.samples):
-            index, _, positions, _ = plan.samples.T
-            slots = plan.requests[plan.samples[:, 1], 0]
-            tokens = self._sampler.sample(logits, index, slots, positions, masks_of(plan))
+            samples = plan.samples
+            tokens = self._sampler.sample(
+                logits, samples.logit, plan.sample_slots, samples.position, masks_of(plan)
+            )
         scores, prompt_scores = score(self._sampler, plan, logits, tokens)
         self._samples.note(plan, tokens)
         return Pending(plan, watch, to_host(tokens), to_host(finite), scores, prompt_scores)
@@ -171,7 +177,7 @@ def masks_of(plan: BatchPlan) -> TokenMasks | None:
 
 def wants_scores(plan: BatchPlan) -> bool:
     """Whether a plan asks for any log probability."""
-    return bool(len(plan.prompt_logprobs)) or bool((plan.samples[:, 3] >= 0).any())
+    return bool(len(plan.prompt_logprobs)) or bool((plan.samples.logprobs >= 0).any())
 
 
 def score(
@@ -180,11 +186,11 @@ def score(
     """Log probabilities of samples and of prompt positions, on their way to the host. logits: [L, V]."""
     scores, prompt_scores = no_scores(len(plan.samples)), no_scores(0)
     if len(plan.prompt_logprobs):
-        index, _, targets, wanted = plan.prompt_logprobs.T
-        chosen = to_device(targets.astype(np.int64), logits.device)
-        prompt_scores = _scores(sampler, logits, index, chosen, wanted)
-    if (plan.samples[:, 3] >= 0).any():
-        scores = _scores(sampler, logits, plan.samples[:, 0], tokens, plan.samples[:, 3])
+        scored = plan.prompt_logprobs
+        chosen = to_device(scored.target.astype(np.int64), logits.device)
+        prompt_scores = _scores(sampler, logits, scored.logit, chosen, scored.top)
+    if (plan.samples.logprobs >= 0).any():
+        scores = _scores(sampler, logits, plan.samples.logit, tokens, plan.samples.logprobs)
     return scores, prompt_scores
 
 

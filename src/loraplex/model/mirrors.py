@@ -48,8 +48,8 @@ class RequestMirrors:
         Raises `stale_request_generation`, `stale_kv_frontier` or `plan_page_table` where plan and mirrors disagree. An
         exception, from here or from the body, leaves the mirrors as they were.
         """
-        touched = np.unique(np.concatenate([plan.opens[:, 0], plan.page_deltas[:, 0]]))
-        self._used = max(self._used, int(plan.page_deltas[:, 1].max(initial=-1)) + 1)
+        touched = np.unique(np.concatenate([plan.opens.slot, plan.page_deltas.slot]))
+        self._used = max(self._used, int(plan.page_deltas.index.max(initial=-1)) + 1)
         # Entries beyond those that any plan ever wrote are 0: long page tables cost what is used of them.
         pages = self.pages[:, : self._used]
         saved = [
@@ -58,39 +58,49 @@ class RequestMirrors:
         try:
             self._apply(plan)
             self._check(plan)
-            tables = self.pages[:, : self._width(plan)][plan.requests[:, 0]]
+            tables = self.pages[:, : self._width(plan)][plan.requests.slot]
             self._check_pages(plan, tables)
             yield tables
         except BaseException:
             for array, values in saved:
                 array[touched] = values
             raise
-        slots = plan.requests[:, 0]
+        slots = plan.requests.slot
         self.frontier[slots] += 1
-        self.kv[slots] = plan.requests[:, 4] + plan.requests[:, 5]
+        self.kv[slots] = plan.requests.kv_end
 
     def _width(self, plan: BatchPlan) -> int:
         """Entries of the longest page table after the plan's rows, at least one."""
-        end = int((plan.requests[:, 4] + plan.requests[:, 5]).max(initial=1))
+        end = int(plan.requests.kv_end.max(initial=1))
         return max(-(-end // self.page_tokens), 1)
 
     def _apply(self, plan: BatchPlan) -> None:
-        opened = plan.opens[:, 0]
-        self.incarnation[opened] = plan.opens[:, 1]
+        opened = plan.opens.slot
+        self.incarnation[opened] = plan.opens.incarnation
         self.frontier[opened] = 0
         self.kv[opened] = UNKNOWN
         self.pages[opened, : self._used] = 0
-        self.pages[plan.page_deltas[:, 0], plan.page_deltas[:, 1]] = plan.page_deltas[:, 2]
+        self.pages[plan.page_deltas.slot, plan.page_deltas.index] = plan.page_deltas.page
 
     def _check(self, plan: BatchPlan) -> None:
-        slots = plan.requests[:, 0]
+        slots = plan.requests.slot
         expected = (
-            ("incarnation", self.incarnation[slots], plan.requests[:, 1], ErrorCode.STALE_REQUEST_GENERATION),
-            ("frontier generation", self.frontier[slots], plan.requests[:, 6], ErrorCode.STALE_KV_FRONTIER),
+            (
+                "incarnation",
+                self.incarnation[slots],
+                plan.requests.incarnation,
+                ErrorCode.STALE_REQUEST_GENERATION,
+            ),
+            (
+                "frontier generation",
+                self.frontier[slots],
+                plan.requests.frontier,
+                ErrorCode.STALE_KV_FRONTIER,
+            ),
             (
                 "KV length",
-                np.where(self.kv[slots] == UNKNOWN, plan.requests[:, 4], self.kv[slots]),
-                plan.requests[:, 4],
+                np.where(self.kv[slots] == UNKNOWN, plan.requests.kv_start, self.kv[slots]),
+                plan.requests.kv_start,
                 ErrorCode.STALE_KV_FRONTIER,
             ),
         )
@@ -106,8 +116,7 @@ class RequestMirrors:
     def _check_pages(self, plan: BatchPlan, tables: I32) -> None:
         """Every position up to a request's last row has a page, and every written page has one writer."""
         code = ErrorCode.PLAN_PAGE_TABLE
-        start = plan.requests[:, 4]
-        end = start + plan.requests[:, 5]
+        start, end = plan.requests.kv_start, plan.requests.kv_end
         needed = -(-end // self.page_tokens)
         if needed.size and int(needed.max()) > tables.shape[1]:
             raise InternalFault(
@@ -117,15 +126,15 @@ class RequestMirrors:
         used = entry < needed[:, None]
         lacking = np.flatnonzero((used & (tables == 0)).any(axis=1))
         if lacking.size:
-            slot = int(plan.requests[lacking[0], 0])
+            slot = int(plan.requests.slot[lacking[0]])
             raise InternalFault(
                 code, f"request slot {slot} lacks a page for one of its {int(end[lacking[0]])} positions"
             )
         written = tables[used & (entry >= (start // self.page_tokens)[:, None])]
         if np.unique(written).size != written.size:
             raise InternalFault(code, "two requests write to one page")
-        scrubbed = np.concatenate([plan.scrub_pages, plan.scrub_blocks[:, 0]])
-        foreign = np.concatenate([plan.copy_pages, scrubbed[~np.isin(scrubbed, plan.page_deltas[:, 2])]])
+        scrubbed = np.concatenate([plan.scrub_pages, plan.scrub_blocks.page])
+        foreign = np.concatenate([plan.copy_pages, scrubbed[~np.isin(scrubbed, plan.page_deltas.page)]])
         if foreign.size and np.isin(tables[used], foreign).any():
             raise InternalFault(
                 code, "a page that this step copies to or scrubs holds KV of one of its requests"

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from loraplex.core.errors import ErrorCode, InternalFault, LoraplexError
-from loraplex.core.packed import I32
-from loraplex.core.plan import COPY_DIGEST_WORDS, COPY_GENERATION, COPY_SLOT, BatchPlan
+from loraplex.core.packed import I32, each
+from loraplex.core.plan import BatchPlan, CopiedColumns, adapter_pairs
 from loraplex.core.ports import ImageSource
 from loraplex.model.copies import Copies, Copy, SteppedCopies
 from loraplex.model.stream_copies import StreamCopies
@@ -39,22 +39,22 @@ class Residents:
     def check(self, plan: BatchPlan) -> None:
         """Refuse a plan whose adapter slots are not what it expects; raises `stale_slot_generation`. Changes nothing."""
         held, published = dict(self._held), self._table.published.copy()
-        for slot, generation in plan.publishes.tolist():
+        for slot, generation in adapter_pairs(plan.publishes):
             if published[slot] != generation and (held.get(slot) != generation or published[slot] != 0):
                 raise _stale(slot, f"holds generation {held.get(slot, 0)}; the plan publishes {generation}")
             published[slot] = generation
-        for slot, generation in plan.retires.tolist():
+        for slot, generation in adapter_pairs(plan.retires):
             if held.get(slot) == generation:
                 del held[slot]
                 published[slot] = 0
             elif self._retired.get(slot, 0) < generation:
                 raise _stale(slot, f"holds generation {held.get(slot, 0)}; the plan retires {generation}")
-        for slot, generation in plan.copies[:, COPY_SLOT : COPY_GENERATION + 1].tolist():
+        for slot, generation in adapter_pairs(plan.copies):
             if published[slot]:
                 raise _stale(
                     slot, f"is published with generation {published[slot]}; the plan copies {generation}"
                 )
-        slots, generations = plan.requests[:, 2], plan.requests[:, 3]
+        slots, generations = plan.requests.adapter_slot, plan.requests.adapter_generation
         wrong = np.flatnonzero((slots > 0) & ((published[slots] != generations) | (generations == 0)))
         if wrong.size:
             slot = int(slots[wrong[0]])
@@ -65,7 +65,7 @@ class Residents:
     def apply(self, plan: BatchPlan) -> None:
         """Carry out what `check` accepted, start its copies, and move those under way on."""
         self._publish(plan)
-        for slot, generation in plan.retires.tolist():
+        for slot, generation in adapter_pairs(plan.retires):
             if self._held.get(slot) == generation:
                 self._table.retire(slot, generation)
                 del self._held[slot]
@@ -73,15 +73,18 @@ class Residents:
         if plan.scrub_pages.size:
             scrubbed = torch.from_numpy(plan.scrub_pages.astype(np.int64)).to(self._table.pool.device)
             self._table.pool.index_fill_(0, scrubbed, 0xFF)
-        for page, size_class, block in plan.scrub_blocks.tolist():
+        scrubs = plan.scrub_blocks
+        for page, size_class, block in each(scrubs.page, scrubs.size_class, scrubs.block):
             start, width = self._table.block_span(size_class, block)
             self._table.pool[page, start : start + width].fill_(0xFF)
-        offset = 0
-        for row in plan.copies:
-            slot, generation, count, size_class, block = row[COPY_DIGEST_WORDS:].tolist()
+        copies, offset = plan.copies, 0
+        places = each(
+            copies.adapter_slot, copies.adapter_generation, copies.pages, copies.size_class, copies.block
+        )
+        for words, (slot, generation, count, size_class, block) in zip(copies.digest, places, strict=True):
             pages = plan.copy_pages[offset : offset + count].copy()
             offset += count
-            digest = row[:COPY_DIGEST_WORDS].astype("<i4").tobytes().hex()
+            digest = words.astype("<i4").tobytes().hex()
             if not self._start(digest, slot, generation, pages, size_class, block):
                 self._unreported.append((plan.generation, (slot, generation, 0)))
         self._copies.advance(plan.rows == 0)
@@ -93,7 +96,7 @@ class Residents:
         Live they have ended long ago; a replay may be ahead of its copies, and waits for them here. A copy that does not
         arrive intact in a replay raises `copy_checksum`: what was served from it cannot be run again.
         """
-        fresh = [(s, g) for s, g in plan.publishes.tolist() if self._table.published[s] != g]
+        fresh = [(s, g) for s, g in adapter_pairs(plan.publishes) if self._table.published[s] != g]
         for slot, generation in fresh:
             self._copies.complete(slot, generation)
         if fresh:
@@ -107,15 +110,20 @@ class Residents:
         for slot, generation in fresh:
             self._table.publish(slot, generation)
 
-    def report(self, plan: int) -> I32:
-        """(slot, generation, intact) of copies that have ended by this plan and were not reported yet, int32 [n, 3].
+    def report(self, plan: int) -> CopiedColumns:
+        """Copies that have ended by this plan and were not reported yet.
 
         What a later plan brought to its end is that one's to report, so that a worker answers as a runner here does.
         """
         self._note_ended(plan)
         rows = [row for ended_by, row in self._unreported if ended_by <= plan]
         self._unreported = [entry for entry in self._unreported if entry[0] > plan]
-        return np.array(rows, dtype=np.int32).reshape(-1, 3)
+        return CopiedColumns.filled(
+            len(rows),
+            adapter_slot=[slot for slot, _, _ in rows],
+            adapter_generation=[generation for _, generation, _ in rows],
+            intact=[intact for _, _, intact in rows],
+        )
 
     def _note_ended(self, plan: int) -> None:
         for copy in self._copies.ended():

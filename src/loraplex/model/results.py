@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from loraplex.core.packed import I32, empty, float_bits
-from loraplex.core.plan import BatchPlan, StepResult
+from loraplex.core.plan import BatchPlan, FaultColumns, StepResult
 from loraplex.model.residents import Residents
 
 
@@ -109,10 +109,10 @@ class Pending:
             faults=self._faults(),
         )
 
-    def _faults(self) -> I32:
-        """(packed request, 1) for every request with a logit row that is not finite."""
+    def _faults(self) -> FaultColumns:
+        """Every request with a logit row that is not finite."""
         bad = self.plan.logit_rows[self.finite.numpy() == 0]
         if not bad.size:
-            return empty(2)
+            return FaultColumns.none()
         requests = np.unique(np.searchsorted(self.plan.row_indptr[1:], bad, side="right"))
-        return np.stack([requests, np.ones_like(requests)], axis=1).astype(np.int32)
+        return FaultColumns.filled(requests.size, request=requests, not_finite=1)

@@ -164,7 +164,7 @@ class ModelRunner:
             try:
                 pending = self.executor.execute(plan, packed, tables, watch)
             except BaseException:
-                self.executor.undone(np.unique(np.concatenate([plan.opens[:, 0], plan.page_deltas[:, 0]])))
+                self.executor.undone(np.unique(np.concatenate([plan.opens.slot, plan.page_deltas.slot])))
                 raise
         watch.stop()
         return pending

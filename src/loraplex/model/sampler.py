@@ -20,7 +20,7 @@ import torch
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.packed import I32, bits_float
-from loraplex.core.plan import OPEN_COLUMNS
+from loraplex.core.plan import BiasColumns, OpenColumns
 from loraplex.model.penalties import TokenCounts
 from loraplex.model.philox import token_noise, vocabulary_noise
 from loraplex.model.sampler_cpu import OPTIONS, CompiledSampling
@@ -30,7 +30,6 @@ from loraplex.model.truncate import candidates
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-_COLUMN = {name: index for index, name in enumerate(OPEN_COLUMNS)}
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _LOGPROB_ROWS = 64
 """Rows of log probabilities computed at a time: bounds the temporaries to a few of [64, V]."""
@@ -114,13 +113,13 @@ class Sampler:
         """Ids below this may be drawn."""
         return self._sampled
 
-    def open(self, opens: I32, open_bias: I32, open_history: I32) -> None:
-        """Start request slots over, from the plan's arrays of these names (columns `OPEN_COLUMNS`)."""
-        if opens.size == 0:
+    def open(self, opens: OpenColumns, open_bias: BiasColumns, open_history: I32) -> None:
+        """Start request slots over, from the plan's sections of these names."""
+        if not len(opens):
             return
-        slots = opens[:, _COLUMN["slot"]]
-        bias_ends = np.cumsum(opens[:, _COLUMN["bias"]])
-        history_ends = np.cumsum(opens[:, _COLUMN["history"]])
+        slots = opens.slot
+        bias_ends = np.cumsum(opens.bias)
+        history_ends = np.cumsum(opens.history)
         if slots.min() < 0 or slots.max() >= self._top_k.size:
             raise InternalFault(
                 ErrorCode.PLAN_MALFORMED, f"request slots run to {self._top_k.size - 1}, got {slots.tolist()}"
@@ -131,12 +130,16 @@ class Sampler:
                 f"opens name {int(bias_ends[-1])} biases and {int(history_ends[-1])} tokens of history, the plan has "
                 f"{len(open_bias)} and {open_history.size}",
             )
-        for name in _FLOATS:
-            self._values[name][slots] = bits_float(opens[:, _COLUMN[name]])
-        self._top_k[slots] = opens[:, _COLUMN["top_k"]]
-        self._seeds[slots, 0] = opens[:, _COLUMN["seed_low"]]
-        self._seeds[slots, 1] = opens[:, _COLUMN["seed_high"]]
         values = self._values
+        values["temperature"][slots] = bits_float(opens.temperature)
+        values["top_p"][slots] = bits_float(opens.top_p)
+        values["min_p"][slots] = bits_float(opens.min_p)
+        values["repetition"][slots] = bits_float(opens.repetition)
+        values["presence"][slots] = bits_float(opens.presence)
+        values["frequency"][slots] = bits_float(opens.frequency)
+        self._top_k[slots] = opens.top_k
+        self._seeds[slots, 0] = opens.seed_low
+        self._seeds[slots, 1] = opens.seed_high
         self._penalised[slots] = (
             (values["repetition"] != 1.0) | (values["presence"] != 0.0) | (values["frequency"] != 0.0)
         )[slots]
@@ -144,12 +147,12 @@ class Sampler:
             slots
         ]
         for row, slot in enumerate(slots.tolist()):
-            count = int(opens[row, _COLUMN["bias"]])
+            count = int(opens.bias[row])
             self._set_bias(slot, open_bias[bias_ends[row] - count : bias_ends[row]])
             if self._penalised[slot]:
-                length = int(opens[row, _COLUMN["history"]])
+                length = int(opens.history[row])
                 history = open_history[history_ends[row] - length : history_ends[row]]
-                self.counts.open(slot, history, int(opens[row, _COLUMN["prompt_tokens"]]))
+                self.counts.open(slot, history, int(opens.prompt_tokens[row]))
             else:
                 self.counts.close(slot)
 
@@ -226,19 +229,19 @@ class Sampler:
             values[part] = rows.gather(1, ids[part]) - total
         return ids, values
 
-    def _set_bias(self, slot: int, entries: I32) -> None:
+    def _set_bias(self, slot: int, entries: BiasColumns) -> None:
         self._has_bias[slot] = len(entries) > 0
         self._bias.pop(slot, None)
         if len(entries) == 0:
             return
-        ids = entries[:, 0]
+        ids = entries.token
         if ids.min() < 0 or ids.max() >= self._vocab:
             raise InternalFault(
                 ErrorCode.PLAN_MALFORMED,
                 f"a logit bias of request slot {slot} leaves the vocabulary of {self._vocab} tokens",
             )
         inside = ids < self._sampled
-        values = to_device(bits_float(entries[:, 1])[inside], self._device)
+        values = to_device(bits_float(entries.bias)[inside], self._device)
         self._bias[slot] = _Bias(self._ids(ids[inside]), values)
 
     def _adjust(self, work: torch.Tensor, slots: I64) -> None:

@@ -96,9 +96,9 @@ class IterationLedger:
 
 def iteration_ledger(plan: BatchPlan, ranks: I32 | None = None) -> IterationLedger:
     """How the adapter rows of a plan are spread (0x03F). ranks: int32 [slots], the rank of one module by adapter slot."""
-    slots, rows = plan.requests[:, 2], plan.requests[:, 5]
+    slots, rows = plan.requests.adapter_slot, plan.requests.rows
     in_prefill = np.arange(slots.size) < plan.prefills
-    order = np.argsort(plan.requests[:, 7], kind="stable")
+    order = np.argsort(plan.requests.scheduler_index, kind="stable")
     return IterationLedger(
         prefill=_phase(slots[in_prefill], rows[in_prefill], ranks),
         decode=_phase(slots[~in_prefill], rows[~in_prefill], ranks),

@@ -295,7 +295,7 @@ class AdapterTable:
 
     def check_plan(self, plan: BatchPlan) -> None:
         """Every request names a published slot with its generation; raises `stale_slot_generation`."""
-        slots, generations = plan.requests[:, 2], plan.requests[:, 3]
+        slots, generations = plan.requests.adapter_slot, plan.requests.adapter_generation
         if slots.size == 0:
             return
         if slots.min() < 0 or slots.max() >= self.max_slots:

@@ -16,13 +16,12 @@ import numpy.typing as npt
 
 from loraplex.core.packed import I32, empty, run_boundaries
 from loraplex.core.plan import (
-    COPY_COLUMNS,
     NO_REFERENCE,
-    OPEN_COLUMNS,
-    PROMPT_LOGPROB_COLUMNS,
-    REQUEST_COLUMNS,
-    SAMPLE_COLUMNS,
     BatchPlan,
+    Deltas,
+    PromptLogprobColumns,
+    RequestColumns,
+    SampleColumns,
 )
 
 Bools = npt.NDArray[np.bool_]
@@ -65,22 +64,6 @@ class Work:
             slot=e, incarnation=e, adapter_slot=e, adapter_generation=e, kv_start=e, rows=e, frontier=e, decode=flag,
             samples=flag, logprobs=e, prompt_logprobs=e, tokens=e, targets=e,
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deltas:
-    """Changes of backend state that travel with a plan, as the arrays of `BatchPlan` of the same names."""
-
-    opens: I32 = field(default_factory=lambda: empty(len(OPEN_COLUMNS)))
-    open_bias: I32 = field(default_factory=lambda: empty(2))
-    open_history: I32 = field(default_factory=empty)
-    page_deltas: I32 = field(default_factory=lambda: empty(3))
-    copies: I32 = field(default_factory=lambda: empty(COPY_COLUMNS))
-    copy_pages: I32 = field(default_factory=empty)
-    publishes: I32 = field(default_factory=lambda: empty(2))
-    retires: I32 = field(default_factory=lambda: empty(2))
-    scrub_pages: I32 = field(default_factory=empty)
-    scrub_blocks: I32 = field(default_factory=lambda: empty(3))
 
 
 def first_appearance_order(keys: I32) -> npt.NDArray[np.int64]:
@@ -150,13 +133,17 @@ def build_plan(
     row_adapters = adapters[owner]
     segment_offsets, segment_adapters = run_boundaries(row_adapters)
     grouped, group_offsets, group_adapters = group_rows(row_adapters)
-    requests = np.empty((order.size, len(REQUEST_COLUMNS)), dtype=np.int32)
-    columns = (
-        work.slot[order], work.incarnation[order], adapters, work.adapter_generation[order], kv_start, rows,
-        work.frontier[order], order.astype(np.int32),
-    )  # fmt: skip
-    for index, column in enumerate(columns):
-        requests[:, index] = column
+    requests = RequestColumns.filled(
+        order.size,
+        slot=work.slot[order],
+        incarnation=work.incarnation[order],
+        adapter_slot=adapters,
+        adapter_generation=work.adapter_generation[order],
+        kv_start=kv_start,
+        rows=rows,
+        frontier=work.frontier[order],
+        scheduler_index=order,
+    )
     logit_rows, samples, prompt_logprobs = _logit_maps(work, order, indptr, gather)
     return BatchPlan(
         generation=generation,
@@ -200,7 +187,7 @@ def _masked_samples(work: Work) -> I32:
 
 def _logit_maps(
     work: Work, order: npt.NDArray[np.int64], indptr: I32, gather: npt.NDArray[np.int64]
-) -> tuple[I32, I32, I32]:
+) -> tuple[I32, SampleColumns, PromptLogprobColumns]:
     """Rows that need logits, the samples in scheduler order, and the prompt log probabilities."""
     packed_of = np.empty(order.size, dtype=np.int64)
     packed_of[order] = np.arange(order.size)
@@ -214,17 +201,21 @@ def _logit_maps(
     need[scored_rows] = True
     logit_rows = np.flatnonzero(need).astype(np.int32)
     logit_of = np.cumsum(need, dtype=np.int32) - 1
-    samples = np.empty((sampling.size, len(SAMPLE_COLUMNS)), dtype=np.int32)
-    samples[:, 0], samples[:, 1] = logit_of[sample_rows], sample_packed
-    samples[:, 2] = work.kv_start[sampling] + work.rows[sampling]
-    samples[:, 3] = work.logprobs[sampling]
+    samples = SampleColumns.filled(
+        sampling.size,
+        logit=logit_of[sample_rows],
+        request=sample_packed,
+        position=work.kv_start[sampling] + work.rows[sampling],
+        logprobs=work.logprobs[sampling],
+    )
     if not scored_rows.size:
-        return logit_rows, samples, empty(len(PROMPT_LOGPROB_COLUMNS))
+        return logit_rows, samples, PromptLogprobColumns.none()
     scored_packed = np.searchsorted(indptr[1:], scored_rows, side="right")
-    scored = np.stack(
-        [
-            logit_of[scored_rows], scored_packed, targets[scored_rows], work.prompt_logprobs[order][scored_packed],
-        ],
-        axis=1,
-    ).astype(np.int32)  # fmt: skip
+    scored = PromptLogprobColumns.filled(
+        scored_rows.size,
+        logit=logit_of[scored_rows],
+        request=scored_packed,
+        target=targets[scored_rows],
+        top=work.prompt_logprobs[order][scored_packed],
+    )
     return logit_rows, samples, scored

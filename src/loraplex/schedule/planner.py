@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from loraplex.core.packed import I32, empty
-from loraplex.core.plan import NO_REFERENCE, BatchPlan
-from loraplex.schedule.packing import Deltas, Work, build_plan
+from loraplex.core.plan import NO_REFERENCE, BatchPlan, Deltas
+from loraplex.schedule.packing import Work, build_plan
 from loraplex.schedule.running import RunningTable
 from loraplex.schedule.select import Selection
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.packed import I32
+from loraplex.core.plan import PageDeltaColumns
 
 Bools = npt.NDArray[np.bool_]
 Slots = npt.NDArray[np.int64]
@@ -114,8 +115,8 @@ class RunningTable:
         self.pages[slot] = 0
         self._free.append(slot)
 
-    def add_pages(self, slot: int, pages: I32) -> I32:
-        """Append pages to the slot's table; returns the page deltas [n, 3] that tell a backend."""
+    def add_pages(self, slot: int, pages: I32) -> PageDeltaColumns:
+        """Append pages to the slot's table; returns the page deltas that tell a backend."""
         start, count = int(self.pages[slot]), int(pages.size)
         if start + count > self.max_pages:
             raise InternalFault(
@@ -123,11 +124,9 @@ class RunningTable:
             )
         self.page_table[slot, start : start + count] = pages
         self.pages[slot] = start + count
-        deltas = np.empty((count, 3), dtype=np.int32)
-        deltas[:, 0], deltas[:, 1], deltas[:, 2] = slot, np.arange(start, start + count), pages
-        return deltas
+        return PageDeltaColumns.filled(count, slot=slot, index=np.arange(start, start + count), page=pages)
 
-    def add_pages_each(self, slots: Slots, counts: I32, pages: I32) -> I32:
+    def add_pages_each(self, slots: Slots, counts: I32, pages: I32) -> PageDeltaColumns:
         """`add_pages` for many slots. counts [n] >= 1: pages of each; pages [sum]: slot after slot."""
         starts = self.pages[slots]
         if (starts + counts > self.max_pages).any():
@@ -137,7 +136,7 @@ class RunningTable:
         indices = np.arange(pages.size) + np.repeat(starts - (ends - counts), counts)
         self.page_table[owners, indices] = pages
         self.pages[slots] += counts
-        return np.stack([owners, indices, pages], axis=1).astype(np.int32)
+        return PageDeltaColumns.filled(pages.size, slot=owners, index=indices, page=pages)
 
     def owned_pages(self, slot: int) -> I32:
         """Pages of the slot, in position order."""

@@ -22,7 +22,8 @@ from loraplex.core.events import (
     RequestFinished,
     RequestQueued,
 )
-from loraplex.core.plan import COPY_DIGEST_WORDS, BatchPlan, StepResult
+from loraplex.core.packed import each
+from loraplex.core.plan import BatchPlan, StepResult, adapter_pairs
 from loraplex.engine.state import EngineState
 from loraplex.sim.clients import Clients
 from loraplex.sim.device import BUILT_ON_FAILURE, INJECTED, cells_of
@@ -71,10 +72,13 @@ class Checkers:
         self._note_deltas(plan)
         named: set[int] = set()
         tokens = self._setup.limits.kv.page_tokens
-        for slot, _, adapter, generation, start, rows, _, _ in plan.requests.tolist():
+        requests = plan.requests
+        for slot, adapter, generation, end in each(
+            requests.slot, requests.adapter_slot, requests.adapter_generation, requests.kv_end
+        ):
             self._check_binding(slot, adapter, generation)
             table = self._table.get(slot, {})
-            last = (start + rows - 1) // tokens
+            last = (end - 1) // tokens
             pages = [table.get(index, 0) for index in range(last + 1)]
             if 0 in pages:
                 raise Wrong("one_owner", f"request slot {slot} has rows without a page")
@@ -86,24 +90,25 @@ class Checkers:
                 held = self._cells_of[adapter, generation]
                 if not held.isdisjoint(cells):
                     raise Wrong("one_owner", f"request slot {slot} has KV in its own adapter's pages")
-        for adapter, generation in {(a, g) for a, g in plan.requests[:, 2:4].tolist() if a}:
+        for adapter, generation in {(a, g) for a, g in adapter_pairs(plan.requests) if a}:
             if not named.isdisjoint(self._cells_of[adapter, generation]):
                 raise Wrong("one_owner", f"KV lies in pages of adapter slot {adapter}")
-        for adapter, generation in {(a, g) for a, g in plan.requests[:, 2:4].tolist() if a}:
+        for adapter, generation in {(a, g) for a, g in adapter_pairs(plan.requests) if a}:
             named |= self._cells_of[adapter, generation]
         self._check_copies(plan, named)
         self._named[plan.generation] = frozenset(named)
 
     def _note_deltas(self, plan: BatchPlan) -> None:
-        for slot in plan.opens[:, 0].tolist():
+        for slot in plan.opens.slot.tolist():
             self._table[slot] = {}
-        for slot, index, page in plan.page_deltas.tolist():
+        deltas = plan.page_deltas
+        for slot, index, page in each(deltas.slot, deltas.index, deltas.page):
             self._table.setdefault(slot, {})[index] = page
-        for slot, generation in plan.publishes.tolist():
+        for slot, generation in adapter_pairs(plan.publishes):
             if (slot, generation) not in self._whole:
                 raise Wrong("publication", f"slot {slot}@{generation} is published before its copy is whole")
             self._published[slot] = generation
-        for slot, generation in plan.retires.tolist():
+        for slot, generation in adapter_pairs(plan.retires):
             if self._published.get(slot) == generation:
                 del self._published[slot]
 
@@ -126,13 +131,15 @@ class Checkers:
 
     def _check_copies(self, plan: BatchPlan, named: set[int]) -> None:
         """Bytes may land at once: nothing that may still run names those pages, and nobody else owns them."""
-        offset = 0
-        for row in plan.copies:
-            slot, generation, count, size_class, block = row[COPY_DIGEST_WORDS:].tolist()
+        copies, offset = plan.copies, 0
+        places = each(
+            copies.adapter_slot, copies.adapter_generation, copies.pages, copies.size_class, copies.block
+        )
+        for digest, (slot, generation, count, size_class, block) in zip(copies.digest, places, strict=True):
             pages = plan.copy_pages[offset : offset + count]
             cells = frozenset(cells_of(pages, self._setup.limits.kv.page_tokens, size_class, block).tolist())
             offset += count
-            self._image_of[slot, generation] = adapter_number(row[:COPY_DIGEST_WORDS])
+            self._image_of[slot, generation] = adapter_number(digest)
             self._cells_of[slot, generation] = cells
             self._whole.discard((slot, generation))
             if not cells.isdisjoint(named):
@@ -148,7 +155,8 @@ class Checkers:
     def on_result(self, result: StepResult) -> None:
         """A result was collected."""
         self._named.pop(result.generation, None)
-        for slot, generation, whole in result.copied.tolist():
+        copied = result.copied
+        for slot, generation, whole in each(copied.adapter_slot, copied.adapter_generation, copied.intact):
             if whole:
                 self._whole.add((slot, generation))
 

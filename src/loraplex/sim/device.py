@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final
 
@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.core.packed import I32
-from loraplex.core.plan import COPY_DIGEST_WORDS, BatchPlan, StepResult
+from loraplex.core.packed import I32, each
+from loraplex.core.plan import BatchPlan, CopiedColumns, FaultColumns, StepResult, adapter_pairs
 from loraplex.core.plan_check import PlanBounds, check_plan
 from loraplex.sim.tokens import adapter_number, fingerprint_rows, next_allowed, position_weights, sampled
 from loraplex.sim.world import VirtualClock
@@ -216,12 +216,14 @@ class VirtualDevice:
     # ------------------------------------------------------------ copies
 
     def _planned_copies(self, plan: BatchPlan) -> list[_Copy]:
-        out, offset = [], 0
-        for row in plan.copies:
-            slot, generation, count, size_class, block = row[COPY_DIGEST_WORDS:].tolist()
+        copies, out, offset = plan.copies, [], 0
+        places = each(
+            copies.adapter_slot, copies.adapter_generation, copies.pages, copies.size_class, copies.block
+        )
+        for digest, (slot, generation, count, size_class, block) in zip(copies.digest, places, strict=True):
             cells = cells_of(plan.copy_pages[offset : offset + count], self.page_tokens, size_class, block)
             offset += count
-            number = adapter_number(row[:COPY_DIGEST_WORDS])
+            number = adapter_number(digest)
             if self.faults.fate is not None:
                 fate, slower = self.faults.fate(number)
             else:
@@ -231,9 +233,10 @@ class VirtualDevice:
         return out
 
     def _scrubs(self, plan: BatchPlan) -> I64:
+        scrubs = plan.scrub_blocks
         blocks = [
             cells_of(np.array([page]), self.page_tokens, size_class, block)
-            for page, size_class, block in plan.scrub_blocks.tolist()
+            for page, size_class, block in each(scrubs.page, scrubs.size_class, scrubs.block)
         ]
         return np.concatenate([cells_of(plan.scrub_pages, self.page_tokens), *blocks])
 
@@ -284,9 +287,13 @@ class VirtualDevice:
         ]
         if not due:
             return result
-        copied = np.array(due, dtype=np.int32).reshape(len(due), 3)
-        fields = {name: getattr(result, name) for name in StepResult.__dataclass_fields__}
-        return StepResult(**{**fields, "copied": copied})
+        copied = CopiedColumns.filled(
+            len(due),
+            adapter_slot=[slot for slot, _, _ in due],
+            adapter_generation=[generation for _, generation, _ in due],
+            intact=[intact for _, _, intact in due],
+        )
+        return replace(result, copied=copied)
 
     # ------------------------------------------------------------ compute
 
@@ -311,7 +318,7 @@ class VirtualDevice:
         if plan.generation in self.faults.fail_plans:
             raise InternalFault(ErrorCode.BACKEND_FAILED, INJECTED)
         tokens = self._forward(plan, self._resolve(plan))
-        self.frontier[plan.requests[:, 0]] = plan.requests[:, 6] + 1
+        self.frontier[plan.requests.slot] = plan.requests.frontier + 1
         self.sampled[plan.generation] = tokens
         self.sampled.pop(plan.generation - 2, None)
         return self.result_of(plan, tokens)
@@ -325,34 +332,34 @@ class VirtualDevice:
             tokens=tokens,
             logprob_indptr=np.zeros(len(plan.samples) + 1, dtype=np.int32),
             prompt_logprob_indptr=np.zeros(len(plan.prompt_logprobs) + 1, dtype=np.int32),
-            faults=np.array([[0, 1]] if bad else [], dtype=np.int32).reshape(int(bad), 2),
+            faults=FaultColumns.filled(int(bad), request=0, not_finite=1),
         )
 
     def _check_mirrors(self, plan: BatchPlan) -> None:
         incarnation, frontier = self.incarnation, self.frontier
         if len(plan.opens):
             incarnation, frontier = incarnation.copy(), frontier.copy()
-            incarnation[plan.opens[:, 0]] = plan.opens[:, 1]
-            frontier[plan.opens[:, 0]] = 0
-        slots = plan.requests[:, 0]
-        if not np.array_equal(incarnation[slots], plan.requests[:, 1]):
+            incarnation[plan.opens.slot] = plan.opens.incarnation
+            frontier[plan.opens.slot] = 0
+        slots = plan.requests.slot
+        if not np.array_equal(incarnation[slots], plan.requests.incarnation):
             raise InternalFault(
                 ErrorCode.STALE_REQUEST_GENERATION, "a request slot holds another incarnation"
             )
-        if not np.array_equal(frontier[slots], plan.requests[:, 6]):
+        if not np.array_equal(frontier[slots], plan.requests.frontier):
             raise InternalFault(ErrorCode.STALE_KV_FRONTIER, "a planned frontier is not the device's")
         if plan.reference > 0 and plan.reference not in self.sampled:
             raise InternalFault(ErrorCode.STALE_PLAN_GENERATION, f"plan {plan.reference} never ran")
 
     def _apply_deltas(self, plan: BatchPlan) -> None:
-        self.incarnation[plan.opens[:, 0]] = plan.opens[:, 1]
-        self.frontier[plan.opens[:, 0]] = 0
-        for slot, generation in plan.publishes.tolist():
+        self.incarnation[plan.opens.slot] = plan.opens.incarnation
+        self.frontier[plan.opens.slot] = 0
+        for slot, generation in adapter_pairs(plan.publishes):
             if self.published.get(slot) != generation:
                 if (slot, generation) not in self.installed:
                     raise InternalFault(ErrorCode.STALE_SLOT_GENERATION, f"slot {slot} was never filled")
                 self.published[slot] = generation
-        for slot, generation in plan.retires.tolist():
+        for slot, generation in adapter_pairs(plan.retires):
             if self.published.get(slot) == generation:
                 del self.published[slot], self.installed[slot, generation]
         if plan.scrub_pages.size or len(plan.scrub_blocks):
@@ -360,7 +367,7 @@ class VirtualDevice:
             self._cells[scrubs[~np.isin(scrubs, list(self._scrubbed))]] = POISON
             self._scrubbed.difference_update(scrubs.tolist())
         if len(plan.page_deltas):
-            self.page_table[plan.page_deltas[:, 0], plan.page_deltas[:, 1]] = plan.page_deltas[:, 2]
+            self.page_table[plan.page_deltas.slot, plan.page_deltas.index] = plan.page_deltas.page
 
     def _resolve(self, plan: BatchPlan) -> I32:
         refers = plan.tokens < 0
@@ -386,12 +393,8 @@ class VirtualDevice:
         """Write every row's fingerprint, read every history back, sample. Returns the tokens [S]."""
         if not plan.rows:
             return np.empty(0, dtype=np.int32)
-        slots, rows, ends = (
-            plan.requests[:, 0],
-            plan.requests[:, 5],
-            plan.requests[:, 4] + plan.requests[:, 5],
-        )
-        pairs = [(slot, generation) for slot, generation in plan.requests[:, 2:4].tolist()]
+        slots, rows, ends = plan.requests.slot, plan.requests.rows, plan.requests.kv_end
+        pairs = adapter_pairs(plan.requests)
         numbers = {pair: self._adapter(*pair) for pair in dict.fromkeys(pairs)}
         of_request = np.array([numbers[pair] for pair in pairs], dtype=np.uint64)
         row_slots, positions = np.repeat(slots, rows), plan.positions
@@ -408,7 +411,7 @@ class VirtualDevice:
         if (history == POISON).any():
             raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a history has a free page")
         sums = np.add.reduceat(history * self._weights[every], stops - ends)
-        drawn = sampled(sums[plan.samples[:, 1]], self.bounds.vocab_size)
+        drawn = sampled(sums[plan.samples.request], self.bounds.vocab_size)
         for sample, words in zip(plan.mask_samples.tolist(), plan.masks, strict=True):
             drawn[sample] = next_allowed(int(drawn[sample]), words)
         return drawn

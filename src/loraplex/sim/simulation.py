@@ -116,7 +116,7 @@ class _Replica:
 
     def _allow(self, plan: BatchPlan, indices: Any, code: str) -> None:
         for index in indices:
-            record = self.engine.state.by_slot.get(int(plan.requests[index, 0]))
+            record = self.engine.state.by_slot.get(int(plan.requests.slot[index]))
             ask = self._world.clients.live.get(record.request_id) if record is not None else None
             if ask is not None:
                 ask.allowed.add(code)

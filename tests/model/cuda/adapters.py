@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from tests.model.drive import Driver
 from tests.ops.build import make_image, random_adapter
+from tests.sections import adapters
 
 from loraplex.core.ids import Module
 from loraplex.core.layout import AdapterImage, Factor
@@ -49,5 +50,5 @@ def load_sorts(driver: Driver, sorts: Sequence[Sort], first_slot: int = 1) -> No
     """Adapters of these sorts in consecutive slots, generation 7 each."""
     for slot, sort in enumerate(sorts, start=first_slot):
         result = driver.load(random_image(driver, sort, slot), slot, GENERATION)
-        assert result.copied.tolist() == [[slot, GENERATION, 1]]
-        driver.step([], deltas={"publishes": np.array([[slot, GENERATION]], dtype=np.int32)})
+        assert result.copied.array.tolist() == [[slot, GENERATION, 1]]
+        driver.step([], deltas={"publishes": adapters((slot, GENERATION))})

@@ -28,7 +28,7 @@ class PlainAttention:
         return self.mixed_on("plain", plan, lengths)
 
     def mixed_on(self, backend: str, plan: BatchPlan, lengths: KvLengths) -> PlainBatch:
-        batch = PlainBatch(self, plan.requests[:, 5].tolist())
+        batch = PlainBatch(self, plan.requests.rows.tolist())
         batch.prepare(lengths)
         return batch
 

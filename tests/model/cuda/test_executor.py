@@ -128,7 +128,7 @@ def test_rows_that_are_not_finite_are_reported_and_only_they(model: Decoder) -> 
     page = driver.tables[1][0]
     driver.runner.pool[page].fill_(0xFF)
     result = driver.run(driver.plan([(a, 0), (b, 0)]))
-    assert result.faults.tolist() == [[1, 1]]
+    assert result.faults.array.tolist() == [[1, 1]]
     assert result.tokens[0] == greedy(a.prompt, 2)[1]
     assert 0 <= result.tokens[1] < model.spec.vocab_size
 

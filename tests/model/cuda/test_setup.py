@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.model.tiny import spec_of
+from tests.sections import changed
 
 from loraplex.core.plan_check import PlanBounds, check_plan
 from loraplex.model.cuda.graphs import AdapterWork, bucket_sizes
@@ -23,8 +24,8 @@ from loraplex.model.cuda.setup import missing_for_fused, padding_plan
 def test_the_warm_up_plan_is_a_valid_plan_but_for_its_slots(rows: int, longest: int) -> None:
     plan = padding_plan(rows, longest)
     count = len(plan.requests)
-    requests = plan.requests.copy()
-    requests[:, 0] = requests[:, 7] = np.arange(count)  # the null page needs no slot of its own
+    every = np.arange(count)  # the null page needs no slot of its own
+    requests = changed(plan.requests, every, slot=every, scheduler_index=every)
     check_plan(replace(plan, requests=requests), PlanBounds(count, 2, 2, 1000, 131))
     assert plan.rows == rows
     assert int(plan.positions.max()) < longest

@@ -125,12 +125,12 @@ class CudaExecutor:
 
     def _answer(self, plan: BatchPlan, logits: torch.Tensor, watch: Stopwatch) -> Pending:
         inputs, count = self.inputs, len(plan.samples)
-        slots = plan.requests[plan.samples[:, 1], 0]
+        slots = plan.sample_slots
         if count and (plan.mask_samples.size or not self._sampler.takes_best(slots)):
-            index = to_device(plan.samples[:, 0].astype(np.int64), inputs.device)
+            index = to_device(plan.samples.logit.astype(np.int64), inputs.device)
             rows = logits.index_select(0, index).float()
             order = np.arange(count, dtype=np.int32)
-            drawn = self._sampler.sample(rows, order, slots, plan.samples[:, 2], masks_of(plan))
+            drawn = self._sampler.sample(rows, order, slots, plan.samples.position, masks_of(plan))
             inputs.sampled[:count] = drawn.int()
         scores, prompt_scores = no_scores(count), no_scores(0)
         if wants_scores(plan):

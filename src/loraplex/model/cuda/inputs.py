@@ -15,7 +15,7 @@ import torch
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.packed import I32, empty
-from loraplex.core.plan import OPEN_COLUMNS, BatchPlan
+from loraplex.core.plan import BatchPlan, BiasColumns, BlockColumns, OpenColumns, PageDeltaColumns
 from loraplex.core.plan_check import PlanBounds
 from loraplex.model.cuda import kernels
 
@@ -43,7 +43,7 @@ class KvLengths:
         """Lengths after the plan's rows. padded: at least so many requests, those beyond the plan's one position long."""
         count = len(plan.requests)
         totals = np.ones(max(count, padded), dtype=np.int32)
-        totals[:count] = plan.requests[:, 4] + plan.requests[:, 5]
+        totals[:count] = plan.requests.kv_end
         pages = -(-totals // page_tokens)
         indptr = np.zeros(totals.size + 1, dtype=np.int32)
         np.cumsum(pages, out=indptr[1:])
@@ -120,7 +120,7 @@ class StepInputs:
                 self.words, self.tables, self.bounds.max_pages_per_request, BLOCK=DELTA_BLOCK
             )
         if self._stale:
-            self._refresh(plan.requests[:, 0], tables)
+            self._refresh(plan.requests.slot, tables)
 
     def unpack(self, requests: int) -> None:
         """Fill tokens, positions, pages and indices; `requests` programs, a decode bucket's padding included."""
@@ -154,18 +154,18 @@ class StepInputs:
         """The plan's words without what stays on the host: sampling state, and as a last resort the page deltas."""
         short = replace(
             plan,
-            opens=empty(len(OPEN_COLUMNS)),
-            open_bias=empty(2),
+            opens=OpenColumns.none(),
+            open_bias=BiasColumns.none(),
             open_history=empty(),
             copy_pages=empty(),
-            scrub_blocks=empty(3),
+            scrub_blocks=BlockColumns.none(),
             mask_samples=empty(),
             mask_words=empty(),
         )
         words = np.frombuffer(short.pack(), dtype=np.int32)
         if words.size > STAGED_WORDS:
-            self.forget(np.unique(plan.page_deltas[:, 0]))
-            words = np.frombuffer(replace(short, page_deltas=empty(3)).pack(), dtype=np.int32)
+            self.forget(np.unique(plan.page_deltas.slot))
+            words = np.frombuffer(replace(short, page_deltas=PageDeltaColumns.none()).pack(), dtype=np.int32)
         if words.size > STAGED_WORDS:
             raise InternalFault(
                 ErrorCode.OPERATOR_PLAN_UNSUPPORTED,

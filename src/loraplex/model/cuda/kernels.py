@@ -16,32 +16,25 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from loraplex.core.packed import PREFIX_WORDS
-from loraplex.core.plan import PLAN_FORMAT, REQUEST_COLUMNS, SAMPLE_COLUMNS
+from loraplex.core.plan import PLAN_FORMAT, PageDeltaColumns, RequestColumns, SampleColumns
 
-_SCALARS = PLAN_FORMAT.scalars
-_SECTIONS = [section.name for section in PLAN_FORMAT.sections]
-_TABLE = PREFIX_WORDS + len(_SCALARS)
-
-
-def _section(name: str) -> int:
-    """Word of a section's offset in the packed plan; its row count is in the next word."""
-    return _TABLE + 2 * _SECTIONS.index(name)
-
-
-PREFILLS = tl.constexpr(PREFIX_WORDS + _SCALARS.index("prefills"))
-DOFF = tl.constexpr(PREFIX_WORDS + _SCALARS.index("doff"))
-TOKENS = tl.constexpr(_section("tokens"))
-REQUESTS = tl.constexpr(_section("requests"))
-PREFILL_INDPTR = tl.constexpr(_section("prefill_indptr"))
-SAMPLES = tl.constexpr(_section("samples"))
-PAGE_DELTAS = tl.constexpr(_section("page_deltas"))
-REQUEST_WIDTH = tl.constexpr(len(REQUEST_COLUMNS))
-SLOT = tl.constexpr(REQUEST_COLUMNS.index("slot"))
-KV_START = tl.constexpr(REQUEST_COLUMNS.index("kv_start"))
-ROWS = tl.constexpr(REQUEST_COLUMNS.index("rows"))
-SAMPLE_WIDTH = tl.constexpr(len(SAMPLE_COLUMNS))
-SAMPLE_LOGIT = tl.constexpr(SAMPLE_COLUMNS.index("logit"))
+PREFILLS = tl.constexpr(PLAN_FORMAT.word_of("prefills"))
+DOFF = tl.constexpr(PLAN_FORMAT.word_of("doff"))
+TOKENS = tl.constexpr(PLAN_FORMAT.word_of("tokens"))
+REQUESTS = tl.constexpr(PLAN_FORMAT.word_of("requests"))
+PREFILL_INDPTR = tl.constexpr(PLAN_FORMAT.word_of("prefill_indptr"))
+SAMPLES = tl.constexpr(PLAN_FORMAT.word_of("samples"))
+PAGE_DELTAS = tl.constexpr(PLAN_FORMAT.word_of("page_deltas"))
+REQUEST_WIDTH = tl.constexpr(RequestColumns.width)
+REQUEST_SLOT = tl.constexpr(RequestColumns.slot)
+REQUEST_KV_START = tl.constexpr(RequestColumns.kv_start)
+REQUEST_ROWS = tl.constexpr(RequestColumns.rows)
+SAMPLE_WIDTH = tl.constexpr(SampleColumns.width)
+SAMPLE_LOGIT = tl.constexpr(SampleColumns.logit)
+DELTA_WIDTH = tl.constexpr(PageDeltaColumns.width)
+DELTA_SLOT = tl.constexpr(PageDeltaColumns.slot)
+DELTA_INDEX = tl.constexpr(PageDeltaColumns.index)
+DELTA_PAGE = tl.constexpr(PageDeltaColumns.page)
 
 
 @triton.jit(do_not_specialize=["entries"])
@@ -53,9 +46,10 @@ def deltas_kernel(words_ptr, tables_ptr, entries, BLOCK: tl.constexpr):
     while at < count:
         i = at + tl.arange(0, BLOCK)
         live = i < count
-        slot = tl.load(first + 3 * i, mask=live, other=0)
-        index = tl.load(first + 3 * i + 1, mask=live, other=0)
-        page = tl.load(first + 3 * i + 2, mask=live, other=0)
+        delta = first + DELTA_WIDTH * i
+        slot = tl.load(delta + DELTA_SLOT, mask=live, other=0)
+        index = tl.load(delta + DELTA_INDEX, mask=live, other=0)
+        page = tl.load(delta + DELTA_PAGE, mask=live, other=0)
         tl.store(tables_ptr + slot.to(tl.int64) * entries + index, page, mask=live)
         at += tl.num_programs(0) * BLOCK
 
@@ -79,9 +73,9 @@ def unpack_kernel(
     lane = tl.arange(0, BLOCK)
     if r < count:
         request = words_ptr + tl.load(words_ptr + REQUESTS) + r * REQUEST_WIDTH
-        table = tables_ptr + tl.load(request + SLOT).to(tl.int64) * entries
-        start = tl.load(request + KV_START)
-        rows = tl.load(request + ROWS)
+        table = tables_ptr + tl.load(request + REQUEST_SLOT).to(tl.int64) * entries
+        start = tl.load(request + REQUEST_KV_START)
+        rows = tl.load(request + REQUEST_ROWS)
         begins = words_ptr + tl.load(words_ptr + PREFILL_INDPTR)
         row0 = tl.load(begins + r, mask=r < prefills, other=0)
         row0 = tl.where(r < prefills, row0, doff + r - prefills)

@@ -26,10 +26,10 @@ from loraplex.core.layout import KvShape
 from loraplex.core.packed import empty
 from loraplex.core.plan import (
     NO_REFERENCE,
-    PROMPT_LOGPROB_COLUMNS,
-    REQUEST_COLUMNS,
-    SAMPLE_COLUMNS,
     BatchPlan,
+    PromptLogprobColumns,
+    RequestColumns,
+    SampleColumns,
 )
 from loraplex.core.plan_check import PlanBounds
 from loraplex.model.cuda.cuda_executor import CudaExecutor
@@ -139,8 +139,8 @@ def padding_plan(rows: int, longest: int) -> BatchPlan:
     """
     counts = np.full(-(-rows // longest), longest, dtype=np.int32)
     counts[-1] = rows - longest * (counts.size - 1)
-    requests = np.zeros((counts.size, len(REQUEST_COLUMNS)), dtype=np.int32)
-    requests[:, 5] = counts
+    requests = RequestColumns.zeros(counts.size)
+    requests.rows[:] = counts
     ends = np.cumsum(counts, dtype=np.int32)
     indptr = np.concatenate([np.zeros(1, np.int32), ends])
     positions = np.arange(rows, dtype=np.int32) - np.repeat(indptr[:-1], counts)
@@ -149,7 +149,7 @@ def padding_plan(rows: int, longest: int) -> BatchPlan:
         tokens=np.zeros(rows, np.int32), positions=positions, requests=requests, prefill_indptr=indptr,
         segment_offsets=np.array([0, rows], np.int32), segment_adapters=np.zeros(1, np.int32), group_rows=empty(),
         group_offsets=np.zeros(1, np.int32), group_adapters=empty(), logit_rows=np.arange(rows, dtype=np.int32),
-        samples=empty(len(SAMPLE_COLUMNS)), prompt_logprobs=empty(len(PROMPT_LOGPROB_COLUMNS)),
+        samples=SampleColumns.none(), prompt_logprobs=PromptLogprobColumns.none(),
     )  # fmt: skip
 
 
