@@ -38,6 +38,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Enqueue one request. prompt: token ids as little-endian int32 bytes. adapter: semantic digest, or None.
 
     grammar: what the output must follow, as text that the engine's `Grammars` port reads; None leaves it free.
+    namespace: whose cached prefixes it may find and add to: the tenant's own, or the one that the operator opened to it.
+    block_keys: 32 bytes for each full block of the prompt (`identity.cache.KeyChain`); empty where nothing is cached.
+    invoked_at: position of the first token of an activated adapter's invocation, -1 for every other request.
     """
 
     request_id: str
@@ -49,6 +52,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     arrival_ns: int = 0
     deadline_ns: int = 0
     grammar: str | None = None
+    namespace: str = "default"
+    block_keys: bytes = b""
+    invoked_at: int = -1
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -72,7 +78,9 @@ class RegisterAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fiel
 
     key: semantic digest. kernel_digest: names the image in the image store. pages: pages that it fills. ranks: (rank,
     modules of that rank) pairs. modules: sorted adapted module kinds as `ids.Module` values. size_class: 0 for whole
-    pages, else pages is 1 and it takes a block of a slab page.
+    pages, else pages is 1 and it takes a block of a slab page. execution: digest of what acts where it is on, as far as KV
+    rows can tell (`identity.execution`); empty means its own. invocation: token ids that switch an activated adapter on;
+    none for one that is always on.
     """
 
     call_id: int
@@ -83,6 +91,8 @@ class RegisterAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fiel
     modules: tuple[int, ...]
     host_bytes: int
     size_class: int = 0
+    execution: str = ""
+    invocation: tuple[int, ...] = ()
 
 
 class RemoveAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -155,7 +165,8 @@ class TokenBinding(msgspec.Struct, frozen=True, array_like=True):
     """What a request's rows were bound to when a token was computed (0x01G).
 
     slot, incarnation: of the request. adapter_slot, adapter_generation: 0 for the base. plan: the plan that computed it.
-    cache: generation of the committed KV frontier. sampled: tokens sampled before it. admission: counted from 1.
+    cache: generation of the committed KV frontier. sampled: tokens sampled before it. admission: counted from 1. matched:
+    positions of cached blocks that its keys found; reused: those that it did not compute again.
     """
 
     slot: int
@@ -166,6 +177,8 @@ class TokenBinding(msgspec.Struct, frozen=True, array_like=True):
     cache: int
     sampled: int
     admission: int
+    matched: int = 0
+    reused: int = 0
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):

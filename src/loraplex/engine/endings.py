@@ -2,7 +2,7 @@
 
 Never decides that a request ends: commits, messages, refusals and failures do.
 
-Specification: 0x07H (leases end once), DESIGN 4 "Frontiers and depth", "Leases".
+Specification: 0x07H (leases end once), rulings "Frontiers and depth", "Leases".
 """
 
 from __future__ import annotations

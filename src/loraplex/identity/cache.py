@@ -4,7 +4,7 @@ A block key says the whole history of its rows: every token before it, every exe
 holds a request, an alias, a slot, a page or a sampling policy. So equal tokens after different contexts, or after
 different activation starts, never share.
 
-Specification: 0x01G "Request, Slot, K/V, And Prefix Projections", 0x08H; DESIGN 4 "Identity".
+Specification: 0x01G "Bindings of request, cache and slot", 0x08H; rulings "Identity".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Says why, as the typed refusal. Looks at sizes, pins and limits alone, never at who runs now (that is `room`'s) and never at
 who could go (`victims`').
 
-Specification: 0x09B (feasible); DESIGN 4 "Leases" (pins).
+Specification: 0x09B (feasible); rulings "Leases" (pins).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Room is what `EngineState.available_pages` says and what `victims` would give up
 because their work is ordered after every launch that used them; a load takes its victims' pages inside its transaction.
 Every page that a request or a load gets is taken here. Never chooses who goes, and never says that waiting is in vain (`feasibility` does).
 
-Specification: 0x05C (joint admission), 0x09J (speculative loads); DESIGN 4 "Residency".
+Specification: 0x05C (joint admission), 0x09J (speculative loads); rulings "Residency".
 """
 
 from __future__ import annotations

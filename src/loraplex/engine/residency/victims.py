@@ -8,7 +8,7 @@ another of its class, and its entry in the slot directory.
 Never changes a state and frees nothing: `transitions` does, at the word of whoever asked. What no victim could make
 possible is `feasibility`'s.
 
-Specification: 0x04F, 0x05D (three steps); DESIGN 4 "Residency".
+Specification: 0x04F, 0x05D (three steps); rulings "Residency".
 """
 
 from __future__ import annotations
