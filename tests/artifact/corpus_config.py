@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tests.artifact.tiny import edit_config
 
@@ -32,6 +32,11 @@ GONE = object()
 # Configuration fields
 
 
+LFS_POINTER: Final = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 27280152\n"
+)
+
+
 def field(name: str, value: Any) -> Mutation:
     def mutate(folder: Path) -> None:
         edit_config(folder, lambda c: {k: v for k, v in {**c, name: value}.items() if v is not GONE})
@@ -48,15 +53,15 @@ def config_cases() -> list[Case]:
         ("r", 5, RANK), ("r", 2, RANK),
         ("lora_alpha", GONE, CONFIG),
         *(("lora_alpha", v, CONFIG) for v in ("8", None, True, [8], 0, -1, 0.0, -0.5, 1e9, 10**40, 1e300)),
-        *(("rank_pattern", v, CONFIG) for v in ([], "q_proj", 4, {"q_proj": "4"}, {"q_proj": 4.0}, {"q_proj": None})),
+        *(("rank_pattern", v, CONFIG) for v in ([], {f"m{i}": 4 for i in range(4097)}, "q_proj", 4, {"q_proj": "4"}, {"q_proj": 4.0}, {"q_proj": None})),
         ("rank_pattern", {"q_proj": 0}, LIMIT), ("rank_pattern", {"q_proj": 1024}, LIMIT),
         ("rank_pattern", {"q_proj": 3}, RANK), ("rank_pattern", {"(": 4}, CONFIG), ("rank_pattern", {"(?i)q": 4}, CONFIG),
         *(("alpha_pattern", v, CONFIG) for v in ([1], "q", {"q_proj": "1"}, {"q_proj": 0}, {"q_proj": None}, {"[": 1})),
-        *(("use_rslora", v, CONFIG) for v in (1, "true", None, [])),
-        *(("use_dora", v, CONFIG) for v in (1, "true", None)), ("use_dora", True, MISSING),
-        *(("lora_bias", v, CONFIG) for v in (1, "none", None)), ("lora_bias", True, MISSING),
+        *(("use_rslora", v, CONFIG) for v in (1, "true", [])),
+        *(("use_dora", v, CONFIG) for v in (1, "true")), ("use_dora", True, MISSING),
+        *(("lora_bias", v, CONFIG) for v in (1, "none")), ("lora_bias", True, MISSING),
         *(("bias", v, CONFIG) for v in ("some", True, None, 1, "ALL")),
-        ("target_modules", GONE, CONFIG), *(("target_modules", v, CONFIG) for v in (None, [], 7, {}, [1], [""], ["q_proj", None])),
+        *(("target_modules", v, CONFIG) for v in ([], 7, {}, [1], [""], ["q_proj", None])),
         *(("target_modules", v, CONFIG) for v in ("(", "[a-", "*", "(?P<x", r"(q)_proj\1", "(?i).*q_proj", "a{2,1}", "nothing", "x" * 20_000)),
         ("target_modules", ["c_attn"], CONFIG), ("target_modules", ["q_proj"], UNMATCHED),
         ("target_modules", ["q_proj", "v_proj", "k_proj"], MISSING), ("target_modules", "all-linear", MISSING),
@@ -66,7 +71,7 @@ def config_cases() -> list[Case]:
         *(("layers_to_transform", v, CONFIG) for v in ("0", -1, [-1], [0, "1"], True, 1.0, {"a": 0})),
         ("layers_to_transform", [0], UNMATCHED), ("layers_to_transform", 99, CONFIG),
         ("layers_pattern", "layers", CONFIG), ("layers_pattern", 7, CONFIG), ("layers_pattern", [7], CONFIG),
-        ("layers_pattern", "lay(er|ers)", UNSUPPORTED),
+        ("layers_pattern", "lay(er|ers)", UNSUPPORTED), ("layers_pattern", ["a"] * 65, CONFIG),
         *(("alora_invocation_tokens", v, CONFIG) for v in ([], "tok", 5, [1.0], [-1], [True], [64], [1, 2, 10**12], {})),
         *(("lora_dropout", v, CONFIG) for v in ("0.1", -0.1, 1.5, True, [])),
         *(("init_lora_weights", v, UNSUPPORTED) for v in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga", "OLoRA", "new")),
@@ -75,7 +80,7 @@ def config_cases() -> list[Case]:
         ("trainable_token_indices", [1], UNSUPPORTED), ("layer_replication", [[0, 2]], UNSUPPORTED),
         ("target_parameters", ["experts.w"], UNSUPPORTED), ("use_qalora", True, UNSUPPORTED), ("use_bdlora", {"a": 1}, UNSUPPORTED),
         ("arrow_config", {"a": 1}, UNSUPPORTED), ("kasa_config", {"beta": 1}, UNSUPPORTED), ("velora_config", {"a": 1}, UNSUPPORTED),
-        ("monteclora_config", {"a": 1}, UNSUPPORTED), ("megatron_config", {"a": 1}, UNSUPPORTED), ("ensure_weight_tying", True, UNSUPPORTED),
+        ("monteclora_config", {"a": 1}, UNSUPPORTED), ("megatron_config", {"a": 1}, UNSUPPORTED), ("ensure_weight_tying", 1, CONFIG),
         ("use_something_new", True, UNSUPPORTED), ("scale_multiplier", 2, UNSUPPORTED), ("lora_alpah", 16, UNSUPPORTED),
         ("task_type", 7, CONFIG), ("base_model_name_or_path", 7, CONFIG), ("inference_mode", "yes", CONFIG),
         ("fan_in_fan_out", 1, CONFIG), ("auto_mapping", [], CONFIG), ("revision", {}, CONFIG), ("peft_version", 0.21, CONFIG),
@@ -100,7 +105,7 @@ COMBINATIONS: list[Case] = [
     ("ia3 of lora files", two_fields(peft_type="IA3", feedforward_modules=[], r=None, lora_alpha=None, bias=None), UNMATCHED),
     ("ia3 with a rank", two_fields(peft_type="IA3", feedforward_modules=[]), UNSUPPORTED),
     ("ia3 feedforward outside", two_fields(peft_type="IA3", feedforward_modules=["x"], r=None, lora_alpha=None, bias=None), CONFIG),
-    ("ia3 without feedforward", two_fields(peft_type="IA3", r=None, lora_alpha=None, bias=None), CONFIG),
+    ("ia3 without feedforward", two_fields(peft_type="IA3", r=None, lora_alpha=None, bias=None), UNMATCHED),
     ("embedding with alora", two_fields(target_modules=["embed_tokens"], alora_invocation_tokens=[1]), UNMATCHED),
 ]  # fmt: skip
 
@@ -158,6 +163,12 @@ TEXTS: list[Case] = [
         config_text(lambda t: t[:-1] + b', "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
         CONFIG,
     ),
+    (
+        "nesting that a parser bears",
+        config_text(lambda t: t[:-1] + b', "x": ' + b"[" * 40 + b"]" * 40 + b"}"),
+        CONFIG,
+    ),
+    ("a Git LFS pointer", config_text(lambda _: LFS_POINTER), CONFIG),
     ("half a surrogate", config_text(lambda t: t.replace(b'"q_proj"', b'"\\ud800"')), CONFIG),
     ("byte-order mark", config_text(lambda t: b"\xef\xbb\xbf" + t), CONFIG),
     ("too large", config_text(lambda t: t + b" " * (5 << 20)), CONFIG),

@@ -17,9 +17,10 @@ from tests.artifact.tiny import tiny_base
 
 from loraplex.artifact.fields import APPLIED, INERT, OFF_ONLY
 from loraplex.artifact.matching import Selector, layer_index
-from loraplex.artifact.patterns import MAX_STEPS, PatternError, Work, compile_pattern
+from loraplex.artifact.patterns import PatternError, Work, compile_pattern
 from loraplex.artifact.peft_config import decode_config
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.limits import MAX_PATTERN_STEPS
 
 MODULES = list(tiny_base(layers=12).modules())
 PARTS = ["model", "layers", "self_attn", "mlp", "q_proj", "k_proj", "v_proj", "proj", "0", "1", "11", "lm_head", "embed_tokens", "x"]  # fmt: skip
@@ -78,7 +79,7 @@ def test_all_patterns_of_a_configuration_share_one_budget() -> None:
     work = Work()
     heavy = compile_pattern("(.*.*)*" * 100 + "x")
     heavy.fullmatch("model.layers.0.self_attn.q_proj", work)
-    assert work.left < MAX_STEPS - 1000
+    assert work.left < MAX_PATTERN_STEPS - 1000
     work.left = 1000  # the rest would only take longer
     with pytest.raises(CallerError) as caught:
         heavy.fullmatch("model.layers.0.self_attn.q_proj", work)
@@ -90,7 +91,7 @@ def test_a_pattern_for_each_module_is_cheap() -> None:
     selector = decode(target_modules="all-linear", rank_pattern=names)
     for module in tiny_base(layers=40).modules():
         assert selector.rank(module) == names[module.name]
-    assert MAX_STEPS - selector._work.left < MAX_STEPS // 50
+    assert MAX_PATTERN_STEPS - selector._work.left < MAX_PATTERN_STEPS // 50
 
 
 LAYERS = st.one_of(st.none(), st.integers(0, 12), st.lists(st.integers(0, 12), max_size=3))

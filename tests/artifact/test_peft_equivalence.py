@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from peft import IA3Config, LoraConfig
+from peft import IA3Config, LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
-from tests.artifact.tiny import TinyTensors, save_adapter, tiny_base
+from tests.artifact.tiny import TinyTensors, edit_config, save_adapter, tiny_base, tiny_model
 
 from loraplex.artifact.read_artifact import load_adapter
 from loraplex.artifact.record import AdaptedModule, Artifact, Method, Role
 from loraplex.artifact.vectors import vectors_of
+from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ids import Module
 from loraplex.core.layout import Factor
 
@@ -157,6 +161,60 @@ def general(module: AdaptedModule, base: TinyTensors, x: np.ndarray) -> np.ndarr
     bias = base.bias(module.layer, module.module)
     y = y + (0.0 if bias is None else bias.astype(np.float64))
     return y * vectors.get(Factor.G, 1.0) + vectors.get(Factor.C, 0.0)
+
+
+def loads_as(folder: Path, ids: torch.Tensor) -> torch.Tensor | None:
+    """Logits of the folder's adapter as PEFT loads it; None where it cannot."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT's advice is not what is tested here
+            return PeftModel.from_pretrained(tiny_model(), folder).eval()(ids).logits
+    except (TypeError, AttributeError, KeyError, ValueError, RuntimeError):
+        return None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lora(task_type="CAUSAL_LM"),
+        IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    ],
+    ids=["lora", "ia3"],
+)
+def test_null_means_what_it_means_to_peft(tmp_path: Path, config: Any) -> None:
+    """Where PEFT loads the same function from a field that is null, so do we."""
+    model = save_adapter(tmp_path, config)
+    ids = torch.arange(8)[None]
+    expected = model(ids).logits
+    record = json.loads((tmp_path / "adapter_config.json").read_text())
+    modules = load_adapter(tmp_path, tiny_base()).modules
+    same = 0
+    for name in record:
+        edit_config(tmp_path, lambda c, name=name: c | {name: None})
+        found = loads_as(tmp_path, ids)
+        if found is not None:
+            assert torch.equal(found, expected), name
+            assert [m.name for m in load_adapter(tmp_path, tiny_base()).modules] == [
+                m.name for m in modules
+            ], name
+            same += 1
+        edit_config(tmp_path, lambda _: record)
+    assert same > len(record) // 2
+
+
+def test_tying_asks_for_nothing_where_no_tied_module_is_adapted(tmp_path: Path) -> None:
+    base = tiny_base()
+    load(tmp_path / "linears", lora(target_modules=ALL))
+    expected = delta(load_adapter(tmp_path / "linears", base).modules[0])
+    edit_config(tmp_path / "linears", lambda c: c | {"ensure_weight_tying": True})
+    assert np.array_equal(delta(load_adapter(tmp_path / "linears", base).modules[0]), expected)
+    load(tmp_path / "head", lora(target_modules=["lm_head", "q_proj"]))
+    edit_config(tmp_path / "head", lambda c: c | {"ensure_weight_tying": True})
+    untied = load_adapter(tmp_path / "head", replace(base, tied=False), TinyTensors())
+    assert "lm_head" in {m.name for m in untied.modules}
+    with pytest.raises(CallerError, match="lm_head is adapted") as caught:
+        load_adapter(tmp_path / "head", replace(base, tied=True), TinyTensors())
+    assert caught.value.code is ErrorCode.ADAPTER_UNSUPPORTED
 
 
 def test_there_are_enough_configurations() -> None:

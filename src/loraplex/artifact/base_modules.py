@@ -56,13 +56,16 @@ class BaseModules:
     """All adaptable modules of a base.
 
     layers: decoder layers. dims: (d_in, d_out) of each module that the base has; EMBED is (vocabulary, hidden).
-    biases: modules with a bias. names: name of each module, `{layer}` stands for the layer index.
+    biases: modules with a bias. names: name of each module, `{layer}` stands for the layer index. family: its
+    `model_type`, None where nobody knows. tied: the output layer shares the embedding's weights, or may.
     """
 
     layers: int
     dims: Mapping[Module, tuple[int, int]]
     biases: frozenset[Module] = frozenset()
     names: Mapping[Module, str] = field(default_factory=lambda: LLAMA_NAMES)
+    family: str | None = None
+    tied: bool = True
 
     @staticmethod
     def llama(
@@ -81,7 +84,7 @@ class BaseModules:
             Module.LM_HEAD: (hidden, vocab),
             Module.EMBED: (vocab, hidden),
         }
-        return BaseModules(layers=layers, dims=dims, biases=biases)
+        return BaseModules(layers=layers, dims=dims, biases=biases, family="llama")
 
     @property
     def vocab(self) -> int:

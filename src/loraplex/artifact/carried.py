@@ -8,33 +8,33 @@ is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from loraplex.artifact.base_modules import BaseModule, BaseTensors
 from loraplex.artifact.refuse import bad_shape, unmatched, unsupported
-from loraplex.artifact.tensor_names import TensorName
-from loraplex.artifact.tensors import Dtype, F32Array, Tensor, convert, to_float32
+from loraplex.artifact.tensors import Dtype, F32Array, Tensor, TensorHeader, convert, to_float32
 from loraplex.core.errors import CallerError
 from loraplex.core.ids import Module
 
 ROW_BLOCK: Final = 1024
 
 
-def check_carried(
-    carried: Sequence[tuple[TensorName, Tensor]],
-    modules: Mapping[str, BaseModule],
-    base: BaseTensors | None,
-    served: Dtype | None = None,
-) -> tuple[str, ...]:
-    """Names of carried tensors, all proven equal to the base; raises `adapter_unsupported` for any other.
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A tensor that repeats base weights, by its header, and the module whose weights they are."""
 
-    served: element type that the base is served in; None compares in the carried tensors' own types alone.
-    """
-    for name, tensor in carried:
-        module = modules[name.module]
+    header: TensorHeader
+    module: BaseModule
+
+
+def check_places(carried: Iterable[Carried]) -> None:
+    """Raise unless each is the whole weight of an embedding or an output layer."""
+    for one in carried:
+        tensor, module = one.header, one.module
         if module.module not in (Module.EMBED, Module.LM_HEAD):
             raise unmatched(
                 tensor.name, f"tensor {tensor.name} holds base weights, which no adapter replaces"
@@ -46,18 +46,31 @@ def check_carried(
             raise bad_shape(
                 tensor.name, f"tensor {tensor.name} has shape {list(tensor.shape)}, expected {list(expected)}"
             )
+
+
+def check_carried(
+    carried: Sequence[Carried],
+    tensors: Mapping[str, Tensor],
+    base: BaseTensors | None,
+    served: Dtype | None = None,
+) -> tuple[str, ...]:
+    """Names of carried tensors, all proven equal to the base; raises `adapter_unsupported` for any other.
+
+    served: element type that the base is served in; None compares in the carried tensors' own types alone.
+    """
+    for one in carried:
+        name, module = one.header.name, one.module
         if base is None:
             raise unsupported(
-                tensor.name,
-                f"tensor {tensor.name} repeats base weights, and there is no base here to compare them with",
+                name, f"tensor {name} repeats base weights, and there is no base here to compare them with"
             )
-        if not _equal(tensor, base.weight(module.layer, module.module), served):
+        if not _equal(tensors[name], base.weight(module.layer, module.module), served):
             raise unsupported(
-                tensor.name,
-                f"tensor {tensor.name} replaces base weights with others, which is not served; "
+                name,
+                f"tensor {name} replaces base weights with others, which is not served; "
                 "merge them into a base of their own",
             )
-    return tuple(sorted(tensor.name for _, tensor in carried))
+    return tuple(sorted(one.header.name for one in carried))
 
 
 def _equal(tensor: Tensor, weight: F32Array, served: Dtype | None) -> bool:

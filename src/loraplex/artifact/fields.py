@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from loraplex.artifact.jsontext import Decimal64
-from loraplex.artifact.patterns import PatternError, compile_pattern
+from loraplex.artifact.jsontext import Decimal64, show
+from loraplex.artifact.patterns import MAX_PATTERN_CHARS, PatternError, compile_pattern, is_plain
 from loraplex.artifact.refuse import bad_config, unsupported
 
 FILE: Final = "adapter_config.json"
-_SHOWN_CHARS: Final = 80
 
 APPLIED: Final[dict[str, frozenset[str]]] = {
     "LORA": frozenset({
         "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules",
         "exclude_modules", "layers_to_transform", "layers_pattern", "bias", "lora_bias", "use_dora",
-        "alora_invocation_tokens", "init_lora_weights", "modules_to_save",
+        "alora_invocation_tokens", "init_lora_weights", "modules_to_save", "ensure_weight_tying",
     }),
     "IA3": frozenset({
         "peft_type", "target_modules", "exclude_modules", "feedforward_modules", "modules_to_save",
@@ -30,6 +29,17 @@ APPLIED: Final[dict[str, frozenset[str]]] = {
 
 INITS_WITHOUT_EFFECT: Final = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 INITS_THAT_CHANGE_THE_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+DEFAULT_TARGETS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "LORA": dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ("q_proj", "v_proj")),
+    "IA3": {
+        **dict.fromkeys(("llama", "mistral"), ("k_proj", "v_proj", "down_proj")),
+        **dict.fromkeys(("qwen2", "qwen3"), ("q_proj", "v_proj", "down_proj")),
+    },
+}
+"""What PEFT adapts in a base's family where target_modules is null, by method."""
+DEFAULT_FEEDFORWARD: Final = ("down_proj",)
+"""PEFT's feedforward_modules of all these families where it is null."""
 
 
 def _any(_: Any) -> bool:
@@ -83,7 +93,6 @@ OFF_ONLY: Final[dict[str, str]] = {
     "use_bdlora": "block-diagonal LoRA is not served",
     "arrow_config": "Arrow routing is not served",
     "kasa_config": "KaSA changes the base weights, which is not served",
-    "ensure_weight_tying": "tied adapters are not served",
     "modules_to_save": "whole modules saved beside the adapter are not served; merge them into a base of their own",
 }
 
@@ -116,7 +125,7 @@ def _check_init(value: Any) -> None:
     if value.lower().startswith(INITS_THAT_CHANGE_THE_BASE):
         raise unsupported(
             "init_lora_weights",
-            f"init_lora_weights {value!r} changes the base weights when it is loaded; save the adapter again with "
+            f"init_lora_weights {show(value)} changes the base weights when it is loaded; save the adapter again with "
             "path_initial_model_for_weight_conversion",
         )
     raise unsupported("init_lora_weights", f"init_lora_weights {show(value)} is not known here")
@@ -129,15 +138,11 @@ def is_off(value: Any) -> bool:
 
 def check_regex(name: str, pattern: str) -> None:
     """A pattern from the file parses and is read here."""
+    if is_plain(pattern) and len(pattern) <= MAX_PATTERN_CHARS:
+        return
     try:
         compile_pattern(pattern)
     except PatternError as error:
         raise bad_config(
             name, f"{name} holds the pattern {show(pattern)}, which is refused: {error}"
         ) from None
-
-
-def show(value: Any) -> str:
-    """A value for a message: its text, cut short."""
-    text = value.text if isinstance(value, Decimal64) else repr(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 MAX_NUMBER_CHARS: Final = 64
+MAX_DEPTH: Final = 32
+"""Levels of lists and objects; nothing that is read here needs ten, and who walks over a value may recurse."""
+_SHOWN_CHARS: Final = 80
 
 
 class JsonError(ValueError):
@@ -47,32 +50,37 @@ def parse_object(data: bytes) -> dict[str, Any]:
         raise JsonError(f"it is not JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
         raise JsonError("it nests too deep") from None
-    if "\\u" in text:
-        _check_surrogates(value)
+    _check_nesting(value, escapes="\\u" in text)
     if not isinstance(value, dict):
         raise JsonError(f"it holds a {type(value).__name__}, not an object")
     return value
 
 
-def _check_surrogates(value: Any) -> None:
-    """An escape can spell half of a surrogate pair, which no UTF-8 text can carry."""
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, dict):
-            stack.extend(item.keys())
-            stack.extend(item.values())
-        elif isinstance(item, list):
-            stack.extend(item)
-        elif isinstance(item, str) and any("\ud800" <= char <= "\udfff" for char in item):
-            raise JsonError(f"the string {item!a} holds half of a surrogate pair")
+def _check_nesting(value: Any, *, escapes: bool) -> None:
+    """Bounded depth. escapes: the text has some, and one can spell half of a surrogate pair, which no UTF-8 carries."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                below.extend(item.values())
+                if escapes:
+                    below.extend(item.keys())
+            elif isinstance(item, list):
+                below.extend(item)
+            elif escapes and isinstance(item, str) and any("\ud800" <= char <= "\udfff" for char in item):
+                raise JsonError(f"the string {item[:_SHOWN_CHARS]!a} holds half of a surrogate pair")
+        if not below:
+            return
+        level = below
+    raise JsonError(f"it nests deeper than {MAX_DEPTH} levels")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in pairs:
         if key in out:
-            raise JsonError(f"the name {key!r} occurs twice")
+            raise JsonError(f"the name {json.dumps(key)[:_SHOWN_CHARS]} occurs twice")
         out[key] = value
     return out
 
@@ -91,3 +99,18 @@ def _decimal(text: str) -> Decimal64:
 
 def _constant(text: str) -> Any:
     raise JsonError(f"{text} is not a JSON number")
+
+
+def show(value: Any) -> str:
+    """A decoded value for a message: as JSON writes it, cut short."""
+    if isinstance(value, Decimal64):
+        return value.text
+    text = ""
+    for part in _WRITER.iterencode(value):
+        text += part[: _SHOWN_CHARS + 1]
+        if len(text) > _SHOWN_CHARS:
+            return f"{text[:_SHOWN_CHARS]}..."
+    return text
+
+
+_WRITER: Final = json.JSONEncoder(ensure_ascii=False, default=lambda number: number.value)

@@ -8,11 +8,11 @@ Read from PEFT 0.21's documented behaviour; the words are ours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
 
 from loraplex.artifact.base_modules import BaseModule
-from loraplex.artifact.patterns import Pattern, Work, compile_pattern
+from loraplex.artifact.patterns import Pattern, Work, compile_pattern, is_plain
 from loraplex.artifact.peft_config import Names, PeftConfig
 from loraplex.core.ids import LAYER_MODULES
 
@@ -31,8 +31,9 @@ class Selector:
         self._targets = _Listed(config.targets or Names(), self._work)
         self._exclude = _Listed(config.exclude, self._work)
         self._feedforward = _Listed(config.feedforward, self._work)
-        self._rank = [(compile_pattern(key), value) for key, value in config.rank_pattern]
-        self._alpha = [(compile_pattern(key), value) for key, value in config.alpha_pattern]
+        self._layers = None if config.layers is None else frozenset(config.layers)
+        self._rank = _Ordered(config.rank_pattern, self._work)
+        self._alpha = _Ordered(config.alpha_pattern, self._work)
 
     def selects(self, module: BaseModule) -> bool:
         """Whether the configuration adapts this module."""
@@ -43,28 +44,66 @@ class Selector:
             return module.module in LAYER_MODULES
         if not self._targets.has(module.name):
             return False
-        if config.layers is None or module.name in config.targets.names:
+        if self._layers is None or module.name in config.targets.names:
             return True
-        return layer_index(module.name, config.layers_pattern) in config.layers
+        return layer_index(module.name, config.layers_pattern) in self._layers
 
     def rank(self, module: BaseModule) -> int:
         """The rank that the configuration gives this module."""
-        return self._first(self._rank, module.name, self.config.rank)
+        return self._rank.first(module.name, self.config.rank)
 
     def alpha(self, module: BaseModule) -> str:
         """The alpha that the configuration gives this module."""
-        return self._first(self._alpha, module.name, self.config.alpha)
+        return self._alpha.first(module.name, self.config.alpha)
 
     def feedforward(self, module: BaseModule) -> bool:
         """Whether an IA3 vector scales this module's input; entries match by plain end of name."""
         if self.config.feedforward.pattern is not None:
             return self._feedforward.has(module.name)
-        return any(module.name.endswith(name) for name in self.config.feedforward.names)
+        names, name = self.config.feedforward.names, module.name
+        return any(name[at:] in names for at in range(len(name)))
 
-    def _first(self, patterns: Sequence[tuple[Pattern, Value]], name: str, default: Value) -> Value:
+
+class _Ordered(Generic[Value]):
+    """Patterns with values, of which the first that matches counts.
+
+    Plain ones are found by their text: a dot of theirs stands for any character, so a name is asked for with dots where
+    they have some. Only the others are run one by one.
+    """
+
+    def __init__(self, entries: Sequence[tuple[str, Value]], work: Work) -> None:
+        self._values = [value for _, value in entries]
+        self._work = work
+        self._patterns: list[tuple[int, Pattern]] = []
+        self._plain: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
+        for index, (text, _) in enumerate(entries):
+            if is_plain(text):
+                dots = tuple(at for at, char in enumerate(text) if char == ".")
+                self._plain.setdefault(len(text), {}).setdefault(dots, {}).setdefault(text, index)
+            else:
+                self._patterns.append((index, compile_pattern(text)))
+
+    def first(self, name: str, default: Value) -> Value:
         """Value of the first pattern that matches all of `name`, or all of what follows one of its dots."""
         starts = _starts(name)
-        return next((value for key, value in patterns if key.reaches_end(name, starts, self._work)), default)
+        best = min((index for at in starts for index in self._named(name[at:])), default=len(self._values))
+        for index, pattern in self._patterns:
+            if index > best:
+                break
+            if pattern.reaches_end(name, starts, self._work):
+                return self._values[index]
+        return self._values[best] if best < len(self._values) else default
+
+    def _named(self, text: str) -> Iterator[int]:
+        """Places of the plain patterns that match all of `text`."""
+        for dots, places in self._plain.get(len(text), {}).items():
+            self._work.spend(len(dots) + 1)
+            asked = list(text)
+            for at in dots:
+                asked[at] = "."
+            found = places.get("".join(asked))
+            if found is not None:
+                yield found
 
 
 class _Listed:

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from loraplex.artifact.refuse import bad_config
+from loraplex.core.limits import MAX_PATTERN_STEPS
 
 MAX_PATTERN_CHARS: Final = 16_384
-MAX_STEPS: Final = 50_000_000
 _ONE_CHARACTER: Final = frozenset({op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN})
 _REFUSED_FLAGS: Final = re.IGNORECASE | re.LOCALE
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_.]+")
 Positions = frozenset[int]
 Node = tuple[Any, Any]
 
@@ -34,14 +35,16 @@ class PatternError(ValueError):
 class Work:
     """Steps that matching may still take; a step follows one position over one node of a pattern."""
 
-    left: int = MAX_STEPS
+    left: int = MAX_PATTERN_STEPS
 
     def spend(self, steps: int) -> None:
         """Raise `adapter_config_invalid` when the budget is used up."""
         self.left -= steps
         if self.left < 0:
             raise bad_config(
-                "", f"the patterns of the configuration take more than {MAX_STEPS} steps to match"
+                "",
+                f"the patterns of the configuration take more than {MAX_PATTERN_STEPS} steps to match; name the "
+                "modules instead",
             )
 
 
@@ -65,6 +68,11 @@ class Pattern:
                 return False
             starts = (start,)
         return len(name) in _sequence(self.nodes, name, frozenset(starts), work)
+
+
+def is_plain(text: str) -> bool:
+    """Whether a pattern is words and dots alone, as the names are that PEFT writes."""
+    return _PLAIN.fullmatch(text) is not None
 
 
 def compile_pattern(text: str) -> Pattern:
@@ -121,8 +129,9 @@ def _sequence(nodes: Iterable[Node], name: str, starts: Positions, work: Work) -
 
 
 def _step(code: Any, argument: Any, name: str, starts: Positions, work: Work) -> Positions:
-    work.spend(len(starts))
+    work.spend(len(starts) * (len(argument) if code is op.IN else 1))
     if code is op.BRANCH:
+        work.spend(len(argument[1]))
         return frozenset().union(*(_sequence(branch, name, starts, work) for branch in argument[1]))
     if code in (op.MAX_REPEAT, op.MIN_REPEAT):
         return _repeat(argument, name, starts, work)

@@ -14,9 +14,9 @@ from enum import StrEnum
 from typing import Any, Final
 
 from loraplex.artifact import fields
-from loraplex.artifact.jsontext import Decimal64
+from loraplex.artifact.jsontext import Decimal64, show
 from loraplex.artifact.refuse import bad_config, rank_limit, unsupported
-from loraplex.core.limits import MAX_RANK
+from loraplex.core.limits import MAX_LAYERS_PATTERNS, MAX_PATTERN_ENTRIES, MAX_RANK
 from loraplex.identity.scale import alpha_text
 
 ALL_LINEAR: Final = "all-linear"
@@ -71,16 +71,20 @@ class PeftConfig:
     layers_pattern: tuple[str, ...] = ()
     feedforward: Names = Names()
     invocation_tokens: tuple[int, ...] | None = None
+    ties_weights: bool = False
 
 
-def decode_config(record: Mapping[str, Any]) -> PeftConfig:
-    """The configuration in a decoded JSON object; raises typed refusals that name field, value and expectation."""
+def decode_config(record: Mapping[str, Any], family: str | None = None) -> PeftConfig:
+    """The configuration in a decoded JSON object; raises typed refusals that name field, value and expectation.
+
+    family: `model_type` of the base, which says what PEFT takes for a target_modules that is null.
+    """
     kind = _peft_type(record)
     fields.refuse_effects(kind.value, record)
-    targets = _targets(record)
+    targets = _targets(record, kind, family)
     exclude = _names(record, "exclude_modules") or Names()
     if kind is PeftType.IA3:
-        return PeftConfig(kind, targets, exclude, feedforward=_feedforward(record, targets))
+        return PeftConfig(kind, targets, exclude, feedforward=_feedforward(record, targets, family))
     config = PeftConfig(
         kind=kind,
         targets=targets,
@@ -88,10 +92,10 @@ def decode_config(record: Mapping[str, Any]) -> PeftConfig:
         rank=_rank("r", _required(record, "r")),
         alpha=_alpha("lora_alpha", _required(record, "lora_alpha")),
         rank_pattern=tuple(
-            (k, _rank(f"rank_pattern[{k!r}]", v)) for k, v in _pattern(record, "rank_pattern")
+            (k, _rank(f"rank_pattern[{show(k)}]", v)) for k, v in _pattern(record, "rank_pattern")
         ),
         alpha_pattern=tuple(
-            (k, _alpha(f"alpha_pattern[{k!r}]", v)) for k, v in _pattern(record, "alpha_pattern")
+            (k, _alpha(f"alpha_pattern[{show(k)}]", v)) for k, v in _pattern(record, "alpha_pattern")
         ),
         use_rslora=_flag(record, "use_rslora"),
         use_dora=_flag(record, "use_dora"),
@@ -100,6 +104,7 @@ def decode_config(record: Mapping[str, Any]) -> PeftConfig:
         layers=_layers(record),
         layers_pattern=_layers_pattern(record),
         invocation_tokens=_invocation(record),
+        ties_weights=_flag(record, "ensure_weight_tying"),
     )
     _check_combination(config)
     return config
@@ -108,11 +113,13 @@ def decode_config(record: Mapping[str, Any]) -> PeftConfig:
 def _peft_type(record: Mapping[str, Any]) -> PeftType:
     value = _required(record, "peft_type")
     if not isinstance(value, str):
-        raise bad_config("peft_type", f"peft_type is {value!r}, expected a string")
+        raise bad_config("peft_type", f"peft_type is {show(value)}, expected a string")
     try:
         return PeftType(value)
     except ValueError:
-        raise unsupported("peft_type", f"peft_type {value!r} is not served, expected LORA or IA3") from None
+        raise unsupported(
+            "peft_type", f"peft_type {show(value)} is not served, expected LORA or IA3"
+        ) from None
 
 
 def _required(record: Mapping[str, Any], name: str) -> Any:
@@ -122,15 +129,17 @@ def _required(record: Mapping[str, Any], name: str) -> Any:
 
 
 def _flag(record: Mapping[str, Any], name: str) -> bool:
-    value = record.get(name, False)
+    value = record.get(name)
+    if value is None:  # PEFT asks for its truth, and null has none
+        return False
     if not isinstance(value, bool):
-        raise bad_config(name, f"{name} is {fields.show(value)}, expected true or false")
+        raise bad_config(name, f"{name} is {show(value)}, expected true or false")
     return value
 
 
 def _rank(name: str, value: Any) -> int:
     if type(value) is not int:
-        raise bad_config(name, f"{name} is {fields.show(value)}, expected an integer")
+        raise bad_config(name, f"{name} is {show(value)}, expected an integer")
     if not 1 <= value <= MAX_RANK:
         raise rank_limit(name, f"{name} is {value}, expected 1 to {MAX_RANK}")
     return value
@@ -138,10 +147,10 @@ def _rank(name: str, value: Any) -> int:
 
 def _alpha(name: str, value: Any) -> str:
     if type(value) is not int and not isinstance(value, Decimal64):
-        raise bad_config(name, f"{name} is {fields.show(value)}, expected a number")
+        raise bad_config(name, f"{name} is {show(value)}, expected a number")
     text = alpha_text(value if isinstance(value, int) else value.text)
     if text is None:
-        raise bad_config(name, f"{name} is {fields.show(value)}, expected a positive number below 1e9")
+        raise bad_config(name, f"{name} is {show(value)}, expected a positive number below 1e9")
     return text
 
 
@@ -149,9 +158,13 @@ def _pattern(record: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
     value = record.get(name)
     if value is None:
         return []
-    if not isinstance(value, dict) or len(value) > MAX_NAMES:
+    if not isinstance(value, dict):
+        raise bad_config(name, f"{name} is {show(value)}, expected an object")
+    if len(value) > MAX_PATTERN_ENTRIES:
         raise bad_config(
-            name, f"{name} is {fields.show(value)}, expected an object of at most {MAX_NAMES} entries"
+            name,
+            f"{name} has {len(value)} entries, at most {MAX_PATTERN_ENTRIES} are read; one pattern may stand for many "
+            "modules",
         )
     for key in value:
         fields.check_regex(name, key)
@@ -161,14 +174,17 @@ def _pattern(record: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
 def _bias(record: Mapping[str, Any]) -> BiasMode:
     value = record.get("bias", "none")
     if not isinstance(value, str) or value not in set(BiasMode):
-        raise bad_config("bias", f"bias is {fields.show(value)}, expected none, all or lora_only")
+        raise bad_config("bias", f"bias is {show(value)}, expected none, all or lora_only")
     return BiasMode(value)
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
-    good = isinstance(value, list) and len(value) <= MAX_NAMES
-    if not good or not all(isinstance(item, str) and 0 < len(item) <= MAX_NAME_CHARS for item in value):
-        raise bad_config(name, f"{name} is {fields.show(value)}, expected a list of non-empty strings")
+    if isinstance(value, list) and len(value) > MAX_NAMES:
+        raise bad_config(name, f"{name} has {len(value)} entries, at most {MAX_NAMES} are read")
+    if not isinstance(value, list) or not all(
+        isinstance(item, str) and 0 < len(item) <= MAX_NAME_CHARS for item in value
+    ):
+        raise bad_config(name, f"{name} is {show(value)}, expected a list of non-empty strings")
     return tuple(value)
 
 
@@ -182,8 +198,10 @@ def _names(record: Mapping[str, Any], name: str) -> Names | None:
     return Names(names=frozenset(_strings(name, value)))
 
 
-def _targets(record: Mapping[str, Any]) -> Names | None:
+def _targets(record: Mapping[str, Any], kind: PeftType, family: str | None) -> Names | None:
     names = _names(record, "target_modules")
+    if record.get("target_modules") is None and family in fields.DEFAULT_TARGETS[kind]:
+        return Names(names=frozenset(fields.DEFAULT_TARGETS[kind][family]))
     if names is None:
         raise bad_config(
             "target_modules", "target_modules is missing or empty, expected names, a pattern or all-linear"
@@ -193,16 +211,18 @@ def _targets(record: Mapping[str, Any]) -> Names | None:
     return names
 
 
-def _feedforward(record: Mapping[str, Any], targets: Names | None) -> Names:
+def _feedforward(record: Mapping[str, Any], targets: Names | None, family: str | None) -> Names:
     names = _names(record, "feedforward_modules") or Names()
-    if "feedforward_modules" not in record or record["feedforward_modules"] is None:
-        raise bad_config(
-            "feedforward_modules", "feedforward_modules is missing, expected a list or a pattern"
-        )
+    if record.get("feedforward_modules") is None:
+        if family not in fields.DEFAULT_TARGETS[PeftType.IA3]:
+            raise bad_config(
+                "feedforward_modules", "feedforward_modules is missing, expected a list or a pattern"
+            )
+        return Names(names=frozenset(fields.DEFAULT_FEEDFORWARD))
     if targets is not None and targets.pattern is None and not names.names <= targets.names:
         extra = min(names.names - targets.names)
         raise bad_config(
-            "feedforward_modules", f"feedforward_modules names {extra!r}, which target_modules does not"
+            "feedforward_modules", f"feedforward_modules names {show(extra)}, which target_modules does not"
         )
     return names
 
@@ -215,7 +235,7 @@ def _layers(record: Mapping[str, Any]) -> tuple[int, ...] | None:
     if not all(type(item) is int and item >= 0 for item in items) or len(items) > MAX_NAMES:
         raise bad_config(
             "layers_to_transform",
-            f"layers_to_transform is {fields.show(value)}, expected layer indices from 0",
+            f"layers_to_transform is {show(value)}, expected layer indices from 0",
         )
     return tuple(sorted(set(items)))
 
@@ -225,11 +245,14 @@ def _layers_pattern(record: Mapping[str, Any]) -> tuple[str, ...]:
     if value is None or value in ("", []):
         return ()
     patterns = (value,) if isinstance(value, str) else _strings("layers_pattern", value)
+    if len(patterns) > MAX_LAYERS_PATTERNS:
+        raise bad_config(
+            "layers_pattern",
+            f"layers_pattern has {len(patterns)} entries, at most {MAX_LAYERS_PATTERNS} are read",
+        )
     for pattern in patterns:
         if not re.fullmatch(r"\w+(\.\w+)*", pattern):
-            raise unsupported(
-                "layers_pattern", f"layers_pattern {fields.show(pattern)} is not a plain module name"
-            )
+            raise unsupported("layers_pattern", f"layers_pattern {show(pattern)} is not a plain module name")
     return patterns
 
 
@@ -241,7 +264,7 @@ def _invocation(record: Mapping[str, Any]) -> tuple[int, ...] | None:
     if not good or not all(type(item) is int and item >= 0 for item in value):
         raise bad_config(
             "alora_invocation_tokens",
-            f"alora_invocation_tokens is {fields.show(value)}, expected 1 to {MAX_INVOCATION_TOKENS} token ids",
+            f"alora_invocation_tokens is {show(value)}, expected 1 to {MAX_INVOCATION_TOKENS} token ids",
         )
     return tuple(value)
 

@@ -13,8 +13,8 @@ from loraplex.artifact.base_modules import BaseModules, BaseTensors
 from loraplex.artifact.peft_config import decode_config
 from loraplex.artifact.record import Artifact, Method
 from loraplex.artifact.refuse import unsupported
-from loraplex.artifact.resolve import resolve
-from loraplex.artifact.source import Progress, read_config, read_tensors
+from loraplex.artifact.resolve import fill, fit
+from loraplex.artifact.source import Progress, WeightFiles, read_config
 from loraplex.artifact.tensors import Dtype
 
 
@@ -32,8 +32,11 @@ def load_adapter(
     that the base is served in, in which repeated weights are compared too. Raises a `CallerError` of the `adapter_*` codes; on return every tensor of the files is applied.
     """
     folder = Path(path)
-    config = decode_config(read_config(folder))
-    return resolve(config, read_tensors(folder, progress), base, base_tensors, served)
+    config = decode_config(read_config(folder), base.family)
+    with WeightFiles(folder) as weights:
+        fitted = fit(config, weights.entries, base)
+        tensors = weights.read(progress)
+    return fill(fitted, tensors, base_tensors, served)
 
 
 def require_executable(artifact: Artifact, supported: Iterable[Method]) -> None:

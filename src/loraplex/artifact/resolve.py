@@ -1,24 +1,26 @@
 """Every tensor finds its module, every selected module finds its tensors, or the adapter is refused.
 
 Owns the completeness of a load: N of N tensors applied. Never skips a tensor, never fills one in, never falls back to
-the base. Specification: 0x01F (rank and scaling by module), 0x0C (silent use of the base is not a fallback).
+the base. Names and shapes are judged from the headers (`fit`), so that no data is read of an adapter that does not fit;
+`fill` adds the data. Specification: 0x01F (rank and scaling by module), 0x0C (silent use of the base is not a fallback).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
 from loraplex.artifact.base_modules import BaseModule, BaseModules, BaseTensors
-from loraplex.artifact.carried import check_carried
+from loraplex.artifact.carried import Carried, check_carried, check_places
 from loraplex.artifact.matching import Selector
 from loraplex.artifact.peft_config import BiasMode, PeftConfig, PeftType
 from loraplex.artifact.record import AdaptedModule, Artifact, Method, Role
 from loraplex.artifact.refuse import bad_config, missing_tensor, unmatched, unsupported, wrong_base
-from loraplex.artifact.shapes import check_shapes
+from loraplex.artifact.shapes import Placed, check_shapes
 from loraplex.artifact.tensor_names import Kind, TensorName, parse_name
-from loraplex.artifact.tensors import Dtype, Tensor
+from loraplex.artifact.tensors import Dtype, Tensor, TensorHeader
 from loraplex.core.ids import Module
 from loraplex.identity.scale import ScaleRule
 
@@ -32,20 +34,24 @@ _ROLES: Final[dict[Kind, Role]] = {
     Kind.MAGNITUDE: Role.MAGNITUDE,
     Kind.BIAS: Role.BIAS,
 }
-_Found = dict[str, dict[Kind, Tensor]]
+_Found = dict[str, dict[Kind, TensorHeader]]
 
 
-def resolve(
-    config: PeftConfig,
-    tensors: Mapping[str, Tensor],
-    base: BaseModules,
-    base_tensors: BaseTensors | None = None,
-    served: Dtype | None = None,
-) -> Artifact:
-    """The artifact that `tensors` make under `config` over `base`.
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """An adapter whose headers fit a base completely. tensors_total: in its files."""
 
-    base_tensors: the base's weights, needed only where the files repeat some of them. served: see `check_carried`. Raises `adapter_tensor_*`,
-    `adapter_shape_mismatch`, `adapter_rank_mismatch`, `adapter_base_mismatch`, `adapter_unsupported`.
+    config: PeftConfig
+    placed: tuple[Placed, ...]
+    carried: tuple[Carried, ...]
+    tensors_total: int
+
+
+def fit(config: PeftConfig, headers: Mapping[str, TensorHeader], base: BaseModules) -> Fit:
+    """Where the tensors of `headers` belong under `config` over `base`.
+
+    Raises `adapter_tensor_*`, `adapter_shape_mismatch`, `adapter_rank_mismatch`, `adapter_base_mismatch`,
+    `adapter_unsupported`.
     """
     _check_invocation(config, base)
     modules = {module.name: module for module in base.modules()}
@@ -53,25 +59,56 @@ def resolve(
     selected = {name: module for name, module in modules.items() if selector.selects(module)}
     if not selected:
         raise bad_config("target_modules", "target_modules selects no module of the base")
-    found, carried = _assign(config, tensors, modules, selected, base)
-    checked = check_carried(carried, modules, base_tensors, served)
-    adapted = [
-        _adapt(selector, modules[name], found.get(name, {}), name in selected)
+    _check_tying(config, base, selected)
+    found, carried = _assign(config, headers, modules, selected, base)
+    check_places(carried)
+    placed = tuple(
+        _place(selector, modules[name], found.get(name, {}), name in selected)
         for name in sorted(set(selected) | set(found))
-    ]
-    check_shapes(adapted)
-    applied = sum(len(m.tensors) for m in adapted) + len(checked)
+    )
+    check_shapes(placed)
+    return Fit(config, placed, tuple(carried), len(headers))
+
+
+def fill(
+    fitted: Fit,
+    tensors: Mapping[str, Tensor],
+    base_tensors: BaseTensors | None = None,
+    served: Dtype | None = None,
+) -> Artifact:
+    """The artifact that `tensors` make, those whose headers were fitted.
+
+    base_tensors: the base's weights, needed only where the files repeat some of them. served: see `check_carried`.
+    Raises `adapter_unsupported` for weights that are not the base's.
+    """
+    checked = check_carried(fitted.carried, tensors, base_tensors, served)
+    modules = tuple(
+        replace(one.module, tensors={role: tensors[header.name] for role, header in one.headers.items()})
+        for one in fitted.placed
+    )
+    applied = sum(len(m.tensors) for m in modules) + len(checked)
     if applied != len(tensors):
         raise unmatched("", f"{applied} of {len(tensors)} tensors were applied, expected all")
+    config = fitted.config
     return Artifact(
         config,
-        _methods(config, adapted),
-        tuple(adapted),
+        _methods(config, modules),
+        modules,
         applied,
         len(tensors),
         checked,
         config.invocation_tokens,
     )
+
+
+def _check_tying(config: PeftConfig, base: BaseModules, selected: Mapping[str, BaseModule]) -> None:
+    """`ensure_weight_tying` asks for something only of an embedding or output layer that share their weights."""
+    ends = [name for name, module in selected.items() if module.module in (Module.EMBED, Module.LM_HEAD)]
+    if config.ties_weights and base.tied and ends:
+        raise unsupported(
+            "ensure_weight_tying",
+            f"ensure_weight_tying is true and {ends[0]} is adapted: tied adapters are not served",
+        )
 
 
 def _check_invocation(config: PeftConfig, base: BaseModules) -> None:
@@ -84,14 +121,17 @@ def _check_invocation(config: PeftConfig, base: BaseModules) -> None:
 
 
 def _assign(
-    config: PeftConfig, tensors: Mapping[str, Tensor], modules: Mapping[str, BaseModule],
-    selected: Mapping[str, BaseModule], base: BaseModules,
-) -> tuple[_Found, list[tuple[TensorName, Tensor]]]:  # fmt: skip
+    config: PeftConfig,
+    headers: Mapping[str, TensorHeader],
+    modules: Mapping[str, BaseModule],
+    selected: Mapping[str, BaseModule],
+    base: BaseModules,
+) -> tuple[_Found, list[Carried]]:
     """Tensors by module and kind, and those that repeat base weights."""
     found: _Found = {}
-    carried: list[tuple[TensorName, Tensor]] = []
+    carried: list[Carried] = []
     adapters: set[str] = set()
-    for tensor in tensors.values():
+    for tensor in headers.values():
         name = parse_name(tensor.name)
         if name is None:
             raise unmatched(
@@ -103,10 +143,12 @@ def _assign(
             adapters.add(name.adapter)
         if len(adapters) > 1:
             raise unmatched(
-                tensor.name, f"tensor {tensor.name} belongs to another adapter of {sorted(adapters)}"
+                tensor.name,
+                f"tensor {tensor.name} belongs to another adapter than those before it: the file holds "
+                f"{', '.join(sorted(adapters))}; save each into a folder of its own",
             )
         if name.kind is Kind.BASE_WEIGHT:
-            carried.append((name, tensor))
+            carried.append(Carried(tensor, modules[name.module]))
             continue
         _check_kind(config, name, modules[name.module], name.module in selected)
         kinds = found.setdefault(name.module, {})
@@ -146,7 +188,7 @@ def _check_kind(config: PeftConfig, name: TensorName, module: BaseModule, select
     expected = _expected(config, module)
     if name.kind not in expected:
         raise unmatched(
-            name.full, f"tensor {name.full} is not among {sorted(expected)} that {module.name} takes"
+            name.full, f"tensor {name.full} is {name.kind}, {module.name} takes {', '.join(sorted(expected))}"
         )
 
 
@@ -165,9 +207,9 @@ def _expected(config: PeftConfig, module: BaseModule) -> set[Kind]:
     return kinds
 
 
-def _adapt(
-    selector: Selector, module: BaseModule, kinds: Mapping[Kind, Tensor], selected: bool
-) -> AdaptedModule:
+def _place(
+    selector: Selector, module: BaseModule, kinds: Mapping[Kind, TensorHeader], selected: bool
+) -> Placed:
     config = selector.config
     if selected:
         _check_module(config, module)
@@ -177,8 +219,7 @@ def _adapt(
                     f"{module.name}.{kind}", f"module {module.name} is a target, but has no tensor {kind}"
                 )
     factors = selected and config.kind is PeftType.LORA
-    roles = dict(_roles(selector, module, kinds))
-    return AdaptedModule(
+    adapted = AdaptedModule(
         layer=module.layer,
         module=module.module,
         name=module.name,
@@ -188,8 +229,9 @@ def _adapt(
         rank=selector.rank(module) if factors else 0,
         alpha=selector.alpha(module) if factors else "0",
         rule=ScaleRule.ALPHA_OVER_SQRT_R if config.use_rslora else ScaleRule.ALPHA_OVER_R,
-        tensors=roles,
+        tensors={},
     )
+    return Placed(adapted, dict(_roles(selector, module, kinds)))
 
 
 def _check_module(config: PeftConfig, module: BaseModule) -> None:
@@ -203,8 +245,8 @@ def _check_module(config: PeftConfig, module: BaseModule) -> None:
 
 
 def _roles(
-    selector: Selector, module: BaseModule, kinds: Mapping[Kind, Tensor]
-) -> Iterable[tuple[Role, Tensor]]:
+    selector: Selector, module: BaseModule, kinds: Mapping[Kind, TensorHeader]
+) -> Iterable[tuple[Role, TensorHeader]]:
     for kind, tensor in sorted(kinds.items()):
         if kind is Kind.IA3:
             yield (Role.IA3_IN if selector.feedforward(module) else Role.IA3_OUT), tensor

@@ -20,7 +20,8 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from loraplex.artifact.jsontext import JsonError, parse_object
+from loraplex.artifact.jsontext import JsonError, parse_object, show
+from loraplex.artifact.lookalikes import HEAD_BYTES, lookalike
 from loraplex.artifact.refuse import bad_dtype, malformed, missing_source, pickled, too_large
 from loraplex.artifact.tensors import Dtype
 from loraplex.core.errors import CallerError
@@ -28,6 +29,7 @@ from loraplex.core.limits import (
     MAX_ADAPTER_BYTES,
     MAX_ADAPTER_TENSORS,
     MAX_SAFETENSORS_HEADER_BYTES,
+    MAX_TENSOR_DIMS,
     MAX_TENSOR_NAME_CHARS,
 )
 
@@ -98,19 +100,17 @@ class SafetensorsFile:
 
     def _read_header(self) -> dict[str, Entry]:
         name = self.path.name
-        head = bytes(self._read_exactly(0, min(self.size, _LENGTH_BYTES)))
+        head = bytes(self._read_exactly(0, min(self.size, HEAD_BYTES)))
         if len(head) < _LENGTH_BYTES:
             raise _no_header(
                 name, head, f"it has {self.size} bytes, a safetensors file has at least {_LENGTH_BYTES}"
             )
         if self.size > self._max_bytes:
             raise too_large(f"{name} has {self.size} bytes, at most {self._max_bytes} are accepted")
-        (length,) = struct.unpack("<Q", head)
+        (length,) = struct.unpack("<Q", head[:_LENGTH_BYTES])
         limit = min(MAX_SAFETENSORS_HEADER_BYTES, self.size - _LENGTH_BYTES)
         if length > limit:
-            raise _no_header(
-                name, head, f"it declares a header of {length} bytes, at most {limit} are possible"
-            )
+            raise _no_header(name, head, _no_length(head[:_LENGTH_BYTES], length, limit))
         text = bytes(self._read_exactly(_LENGTH_BYTES, length))
         if not text.startswith(b"{"):
             raise _no_header(name, head, f"its header starts with {text[:1]!r}, expected an opening brace")
@@ -125,7 +125,15 @@ def _no_header(file: str, head: bytes, why: str) -> CallerError:
     """The refusal of a file without header. A pickle is only looked for here: a header's length can look like one."""
     if head.startswith(_PICKLE_MAGICS):
         return pickled(f"{file} is a pickle or zip archive, not safetensors; {PICKLE_ADVICE}")
-    return malformed(f"{file} is not safetensors: {why}")
+    known = lookalike(head)
+    return malformed(f"{file} is not safetensors: {why}" if known is None else f"{file} is {known}")
+
+
+def _no_length(start: bytes, length: int, limit: int) -> str:
+    """Why the first eight bytes cannot be a header's length; a text is shown as such."""
+    if start.isascii() and start.decode("latin-1").isprintable():
+        return f"it begins with the text {start.decode()!r}, a safetensors file with its header's length"
+    return f"it declares a header of {length} bytes, at most {limit} are possible; fetch or save it again"
 
 
 def open_regular(path: Path) -> int:
@@ -133,7 +141,9 @@ def open_regular(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
-        raise missing_source(f"{path.name} cannot be opened: {error.__class__.__name__}") from None
+        raise missing_source(
+            f"{path} cannot be opened: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise malformed(f"{path.name} is not a regular file")
@@ -159,23 +169,30 @@ def _entry(file: str, name: str, record: Any, data_start: int) -> Entry:
         raise malformed(
             f"{file}: a tensor name has {len(name)} characters, at most {MAX_TENSOR_NAME_CHARS} are read"
         )
+    if not name.isprintable():
+        raise malformed(f"{file}: the tensor name {name!a} holds characters that cannot be printed")
     if not isinstance(record, dict) or set(record) != {"dtype", "shape", "data_offsets"}:
         raise malformed(f"{file}: tensor {name} must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = record["dtype"], record["shape"], record["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ITEMSIZE:
-        raise malformed(f"{file}: tensor {name} has the unknown dtype {dtype!r:.80}")
+        raise malformed(f"{file}: tensor {name} has the unknown dtype {show(dtype)}")
     if not _naturals(shape):
         raise malformed(
-            f"{file}: tensor {name} has the shape {shape!r:.200}, expected a list of integers from 0"
+            f"{file}: tensor {name} has the shape {show(shape)}, expected a list of integers from 0"
+        )
+    if len(shape) > MAX_TENSOR_DIMS or max(shape, default=0) > MAX_ADAPTER_BYTES:
+        raise malformed(
+            f"{file}: tensor {name} has {len(shape)} dimensions, the largest of {max(shape)}; at most "
+            f"{MAX_TENSOR_DIMS} of {MAX_ADAPTER_BYTES} are read"
         )
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise malformed(f"{file}: tensor {name} has the data_offsets {offsets!r:.200}, expected [begin, end]")
+        raise malformed(f"{file}: tensor {name} has the data_offsets {show(offsets)}, expected [begin, end]")
     nbytes = _ITEMSIZE[dtype]
     for size in shape:
         nbytes *= size
     if nbytes != offsets[1] - offsets[0]:
         raise malformed(
-            f"{file}: tensor {name} of shape {shape!s:.200} and dtype {dtype} needs {nbytes} bytes, "
+            f"{file}: tensor {name} of shape {show(shape)} and dtype {dtype} needs {nbytes} bytes, "
             f"its offsets span {offsets[1] - offsets[0]}"
         )
     if dtype not in _SERVED:

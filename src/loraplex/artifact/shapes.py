@@ -1,4 +1,4 @@
-"""Shapes and ranks of an adapter's tensors against its base.
+"""Shapes and ranks of an adapter's tensors against its base, from their headers alone.
 
 One wrong tensor is a shape or rank mismatch; factors that agree among themselves but with no module of the base are
 an adapter for another base.
@@ -6,18 +6,28 @@ an adapter for another base.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from loraplex.artifact.record import AdaptedModule, Role
 from loraplex.artifact.refuse import bad_rank, bad_shape, wrong_base
-from loraplex.artifact.tensors import Tensor
+from loraplex.artifact.tensors import TensorHeader
 
 
-def check_shapes(modules: Sequence[AdaptedModule]) -> None:
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A module that has no tensors yet, and the headers of those that it will have."""
+
+    module: AdaptedModule
+    headers: Mapping[Role, TensorHeader]
+
+
+def check_shapes(placed: Sequence[Placed]) -> None:
     """Raise on the first tensor whose shape is not the expected one."""
-    _check_base(modules)
-    for module in modules:
-        for role, tensor in module.tensors.items():
+    _check_base(placed)
+    for one in placed:
+        module = one.module
+        for role, tensor in one.headers.items():
             if role is Role.A:
                 _check_factor(module, tensor, rank_axis=0, width=module.d_in)
             elif role is Role.B:
@@ -26,9 +36,11 @@ def check_shapes(modules: Sequence[AdaptedModule]) -> None:
                 _check_vector(module, role, tensor)
 
 
-def _check_base(modules: Sequence[AdaptedModule]) -> None:
+def _check_base(placed: Iterable[Placed]) -> None:
     """Refuse as made for another base when several modules have consistent factors and none fits."""
-    pairs = [(m, m.tensors[Role.A], m.tensors[Role.B]) for m in modules if {Role.A, Role.B} <= set(m.tensors)]
+    pairs = [
+        (p.module, p.headers[Role.A], p.headers[Role.B]) for p in placed if {Role.A, Role.B} <= set(p.headers)
+    ]
     if len(pairs) < 2:
         return
     for module, a, b in pairs:
@@ -45,7 +57,7 @@ def _check_base(modules: Sequence[AdaptedModule]) -> None:
     )
 
 
-def _check_factor(module: AdaptedModule, tensor: Tensor, rank_axis: int, width: int) -> None:
+def _check_factor(module: AdaptedModule, tensor: TensorHeader, rank_axis: int, width: int) -> None:
     expected = (module.rank, width) if rank_axis == 0 else (width, module.rank)
     if tensor.shape == expected:
         return
@@ -59,7 +71,7 @@ def _check_factor(module: AdaptedModule, tensor: Tensor, rank_axis: int, width: 
     )
 
 
-def _check_vector(module: AdaptedModule, role: Role, tensor: Tensor) -> None:
+def _check_vector(module: AdaptedModule, role: Role, tensor: TensorHeader) -> None:
     width = module.d_in if role is Role.IA3_IN else module.d_out
     shapes: tuple[tuple[int, ...], ...] = ((width,),)
     if role is Role.IA3_IN:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,25 @@ _EXPONENT: Final[dict[Dtype, int]] = {
     Dtype.FLOAT16: 0x7C00,
     Dtype.BFLOAT16: 0x7F80,
 }
+
+
+class TensorHeader(Protocol):
+    """What a file says of a tensor before its data is read."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the file."""
+        ...
+
+    @property
+    def dtype(self) -> Dtype:
+        """Its element type."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def base_modules(spec: DecoderSpec) -> BaseModules:
     """The adaptable modules of a decoder under their checkpoint names."""
-    return BaseModules(layers=spec.layers, dims=dict(spec.module_dims().dims), biases=_biased(spec))
+    return BaseModules(
+        layers=spec.layers,
+        dims=dict(spec.module_dims().dims),
+        biases=_biased(spec),
+        family=spec.family.value,
+        tied=spec.tied_embeddings,
+    )
 
 
 def _biased(spec: DecoderSpec) -> frozenset[Module]:

@@ -14,7 +14,9 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
@@ -27,6 +29,7 @@ WEB_SCHEMES: Final = frozenset({"http", "https"})
 HUB_SCHEME: Final = "hf"
 _HUB: Final = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)@(?P<commit>[^/]+)(?:/(?P<folder>[\w./-]+))?")
 _MAX_ESCAPES: Final = 4
+_SHOWN_CHARS: Final = 400
 _SHARD: Final = ".safetensors"
 """What an index of shards may name besides files that begin with `adapter_`."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
@@ -58,8 +61,14 @@ def parse_source(source: str) -> LocalSource | RemoteSource:
     """What a source names. Raises `unsupported_option` for an unknown scheme, `adapter_source_unpinned` for a hub
     source without a whole commit, `adapter_source_missing` for one that is malformed.
     """
-    if not source or len(source) > limits.MAX_SOURCE_CHARS or "\0" in source:
-        raise _malformed(source)
+    if not source:
+        raise _malformed(source, "it is empty")
+    if len(source) > limits.MAX_SOURCE_CHARS:
+        raise _malformed(
+            source, f"it has {len(source)} characters, at most {limits.MAX_SOURCE_CHARS} are read"
+        )
+    if "\0" in source:
+        raise _malformed(source, "it holds a NUL, which no path does")
     if not is_remote(source):
         return LocalSource(Path(source))
     scheme = source.partition("://")[0].lower()
@@ -68,13 +77,15 @@ def parse_source(source: str) -> LocalSource | RemoteSource:
     if scheme not in OBJECT_SCHEMES | WEB_SCHEMES:
         raise CallerError(
             ErrorCode.UNSUPPORTED_OPTION,
-            f"source {source[:80]!r} has the scheme {scheme[:20]!r}, expected a local path, "
+            f"source {shown(source)} has the scheme {shown(scheme)}, expected a local path, "
             f"{', '.join(sorted(OBJECT_SCHEMES | WEB_SCHEMES))} or hf",
             param="source",
         )
     match = _REMOTE.fullmatch(source)
-    if match is None or _climbs(match["path"] or ""):
-        raise _malformed(source)
+    if match is None:
+        raise _malformed(source, "it has no host, or a query, a fragment or a blank")
+    if _climbs(match["path"] or ""):
+        raise _malformed(source, "its path holds '..', '.', a backslash or escapes of them")
     return RemoteSource(source, scheme, source.rstrip("/"))
 
 
@@ -101,9 +112,9 @@ def _hub(source: str) -> RemoteSource:
     if match is None or _climbs(source.replace("@", "/")):
         if "@" not in source:
             raise _unpinned(source, "no commit")
-        raise _malformed(source)
+        raise _malformed(source, "it is not hf://OWNER/NAME@COMMIT or hf://OWNER/NAME@COMMIT/FOLDER")
     if not _COMMIT.fullmatch(match["commit"]):
-        raise _unpinned(source, f"{match['commit'][:40]!r}")
+        raise _unpinned(source, shown(match["commit"]))
     folder = f"/{match['folder'].strip('/')}" if match["folder"] else ""
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     return RemoteSource(source, HUB_SCHEME, f"{hub}/{match['repo']}/resolve/{match['commit']}{folder}")
@@ -126,7 +137,7 @@ def permitted(source: str, roots: Sequence[str | os.PathLike[str]]) -> str:
         return source
     raise CallerError(
         ErrorCode.ADAPTER_SOURCE_FORBIDDEN,
-        f"source {source[:80]!r} must lie under a {parsed.scheme}:// prefix given as --adapter-dir",
+        f"source {shown(source)} must lie under a {parsed.scheme}:// prefix given as --adapter-dir",
         param="source",
     )
 
@@ -140,8 +151,9 @@ def _permitted_folder(source: str, roots: Sequence[str]) -> str:
             return str(real)
     raise CallerError(
         ErrorCode.ADAPTER_SOURCE_FORBIDDEN,
-        f"source {source[:80]!r} must be an absolute path without '..' that resolves into a folder given as "
-        "--adapter-dir, with no file in it that is a device, a pipe or a link that leaves it",
+        f"source {shown(source)} must be an absolute path without '..' that resolves into a folder given as "
+        "--adapter-dir, with no file in it that is a device, a pipe or a link that leaves it, and at most "
+        f"{limits.MAX_ADAPTER_FOLDER_FILES} files",
         param="source",
     )
 
@@ -149,8 +161,11 @@ def _permitted_folder(source: str, roots: Sequence[str]) -> str:
 def _files_stay(folder: Path, roots: Sequence[Path]) -> bool:
     """Whether every file that a load could open is a regular one inside the roots. What is not there is not judged."""
     try:
-        entries = list(os.scandir(folder)) if os.path.isdir(folder) else []
+        with os.scandir(folder) if os.path.isdir(folder) else nullcontext(()) as found:
+            entries = list(islice(found, limits.MAX_ADAPTER_FOLDER_FILES + 1))
     except OSError:
+        return False
+    if len(entries) > limits.MAX_ADAPTER_FOLDER_FILES:
         return False
     for entry in entries:
         if not entry.name.startswith("adapter_") and not entry.name.endswith(_SHARD):
@@ -167,10 +182,18 @@ def _files_stay(folder: Path, roots: Sequence[Path]) -> bool:
     return True
 
 
-def _malformed(source: str) -> CallerError:
+def shown(text: str) -> str:
+    """A source for a message: as it was given, the middle of a long one left out."""
+    short = (
+        text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS // 2]}...{text[-_SHOWN_CHARS // 2 :]}"
+    )
+    return repr(short)
+
+
+def _malformed(source: str, why: str) -> CallerError:
     return CallerError(
         ErrorCode.ADAPTER_SOURCE_MISSING,
-        f"source {source[:80]!r} is not a source; give a folder, SCHEME://HOST/PATH or hf://OWNER/NAME@COMMIT",
+        f"source {shown(source)} is not read, {why}; give a folder, SCHEME://HOST/PATH or hf://OWNER/NAME@COMMIT",
         param="source",
     )
 
@@ -178,6 +201,6 @@ def _malformed(source: str) -> CallerError:
 def _unpinned(source: str, seen: str) -> CallerError:
     return CallerError(
         ErrorCode.ADAPTER_SOURCE_UNPINNED,
-        f"source {source[:80]!r} names {seen}; a branch or tag can move, so give the commit's 40 hexadecimal digits",
+        f"source {shown(source)} names {seen}; a branch or tag can move, so give the commit's 40 hexadecimal digits",
         param="source",
     )

@@ -28,10 +28,22 @@ MAX_REPETITION_PENALTY: Final = 100.0
 MAX_RANK: Final = 512
 MAX_ADAPTER_SLOTS: Final = 4096
 MAX_ADAPTER_BYTES: Final = 16 << 30
-MAX_ADAPTER_TENSORS: Final = 65_536
-MAX_TENSOR_NAME_CHARS: Final = 1_024
+MAX_ADAPTER_TENSORS: Final = 16_384
+"""Five times what PEFT writes for 126 layers of seven linears with DoRA."""
+MAX_TENSOR_NAME_CHARS: Final = 256
+MAX_TENSOR_DIMS: Final = 8
+"""An adapter's tensors have two at most; numpy has none of more than 64."""
+MAX_ADAPTER_SHARDS: Final = 128
+MAX_ADAPTER_FOLDER_FILES: Final = 4_096
+"""Entries of an adapter's folder, whatever they are; a trainer's folder of checkpoints has hundreds."""
+MAX_PATTERN_ENTRIES: Final = 4_096
+"""Entries of `rank_pattern` and of `alpha_pattern`; PEFT writes one a module at most, of which 126 layers have 884."""
+MAX_LAYERS_PATTERNS: Final = 64
+MAX_PATTERN_STEPS: Final = 4_000_000
+"""Steps of matching a configuration's patterns against a base: some two seconds of one processor."""
 MAX_ADAPTER_CONFIG_BYTES: Final = 4 << 20
-MAX_SAFETENSORS_HEADER_BYTES: Final = 100 << 20
+MAX_SAFETENSORS_HEADER_BYTES: Final = 8 << 20
+"""Twice what `MAX_ADAPTER_TENSORS` usual entries take; JSON of this size is decoded in a second and 200 MB."""
 MAX_ALIAS_CHARS: Final = 128
 MAX_SOURCE_CHARS: Final = 4096
 MAX_ACTOR_CHARS: Final = 256
