@@ -295,6 +295,8 @@ def verify(
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
     page_tokens: int = 16,
     manifest: Path | None = None,
+    strict_base: Annotated[bool, Parameter(negative="")] = False,
+    text: Literal["adapter", "base"] = "adapter",
     as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> int:
     """Read an adapter as a server would, and print what it is or why it is refused.
@@ -304,14 +306,18 @@ def verify(
         base: folder of the base model.
         dtype: element type that the server would use.
         page_tokens: positions in a page, which sets the page's size.
+        strict_base: refuse an adapter that names another base, or another revision of it, as its own.
         manifest: file with a manifest that the adapter must have, as --json printed it, or that of a whole launch.
+        text: whose chat template, end tokens and added tokens the adapter's requests would use.
         as_json: print JSON.
     """
     from loraplex.artifact.verify import check_same, expected_manifest, refusal_record
 
     try:
         expected = None if manifest is None else expected_manifest(_read_manifest(manifest), str(manifest))
-        found = _verified(adapter, base, dtype, page_tokens, quiet=as_json)
+        found = _verified(
+            adapter, base, dtype, page_tokens, quiet=as_json, strict_base=strict_base, text=text
+        )
         if expected is not None:
             check_same(expected, found.manifest)
     except LoraplexError as error:
@@ -334,17 +340,22 @@ def _read_manifest(path: Path) -> bytes:
         ) from error
 
 
-def _verified(adapter: str, base: Path, dtype: str, page_tokens: int, *, quiet: bool) -> Verification:
+def _verified(
+    adapter: str, base: Path, dtype: str, page_tokens: int, *, quiet: bool, strict_base: bool, text: str
+) -> Verification:
     """What a server would find, with a line of progress on a terminal."""
     from loraplex.adapters.prepare import EXECUTABLE
     from loraplex.artifact.checkpoint import CheckpointTensors
     from loraplex.artifact.tensors import Dtype
     from loraplex.artifact.verify import verify_adapter
     from loraplex.build.base_model import base_identity, base_modules, hash_weights, read_config
+    from loraplex.build.base_text import read_base_facts
     from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
     from loraplex.catalog.sources import LocalSource, parse_source
     from loraplex.core.layout import Geometry, PageGeometry
     from loraplex.model.spec import spec_from_config
+    from loraplex.text.codec import load_tokenizer
+    from loraplex.text.codecs import Codecs, TextChoice
 
     def progress(done: int, total: int) -> None:
         end = "\n" if done == total else ""
@@ -366,7 +377,7 @@ def _verified(adapter: str, base: Path, dtype: str, page_tokens: int, *, quiet: 
         else:
             store = ArtifactStore(artifacts_folder(), DEFAULT_STORE_BYTES)
             folder, _ = stack.enter_context(store.reading(source))
-        return verify_adapter(
+        found = verify_adapter(
             folder,
             modules,
             base_identity(spec, modules, hash_weights(base)),
@@ -379,7 +390,11 @@ def _verified(adapter: str, base: Path, dtype: str, page_tokens: int, *, quiet: 
             base_tensors=CheckpointTensors(base, modules),
             supported=EXECUTABLE,
             progress=progress if sys.stderr.isatty() and not quiet else None,
+            facts=read_base_facts(base),
+            strict_base=strict_base,
         )
+    Codecs(load_tokenizer(base), modules.vocab).of(found.artifact.companions, TextChoice(text))
+    return found
 
 
 @app.command

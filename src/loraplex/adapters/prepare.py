@@ -10,8 +10,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from loraplex.artifact.companions import NO_COMPANIONS, Companions
 from loraplex.artifact.convert import to_image
 from loraplex.artifact.identify import AdapterIdentity, identify
+from loraplex.artifact.notes import Note
 from loraplex.artifact.read_artifact import load_adapter, require_executable
 from loraplex.artifact.record import Artifact, Method
 from loraplex.build.base_model import BaseModel
@@ -29,7 +31,8 @@ EXECUTABLE = frozenset(Method) - {Method.ALORA}
 class PreparedAdapter:
     """A verified adapter whose image lies in the store. register: the engine's message, with call id 0.
 
-    content: key of its files in the artifact store, None when they were read from a local folder.
+    content: key of its files in the artifact store, None when they were read from a local folder. notes, companions: of
+    these files; another folder with the same function may have others.
     """
 
     identity: AdapterIdentity
@@ -44,6 +47,8 @@ class PreparedAdapter:
     report: str
     register: RegisterAdapter
     content: str | None = None
+    notes: tuple[Note, ...] = ()
+    companions: Companions = NO_COMPANIONS
 
 
 def prepare_adapter(path: str | os.PathLike[str], base: BaseModel, store: ImageStore) -> PreparedAdapter:
@@ -51,7 +56,14 @@ def prepare_adapter(path: str | os.PathLike[str], base: BaseModel, store: ImageS
 
     Raises a `CallerError` of the `adapter_*` codes; then nothing was stored.
     """
-    artifact = load_adapter(path, base.modules, base.tensors, served=base.dtype)
+    artifact = load_adapter(
+        path,
+        base.modules,
+        base.tensors,
+        served=base.dtype,
+        facts=base.facts,
+        strict_base=base.strict_base,
+    )
     require_executable(artifact, EXECUTABLE)
     image = to_image(artifact, base.geometry, base.dtype, base.abi, base.tensors)
     store.put(image)
@@ -67,6 +79,8 @@ def prepare_adapter(path: str | os.PathLike[str], base: BaseModel, store: ImageS
         host_bytes=artifact.nbytes,
         report=artifact.report,
         register=_register(artifact, image, object_demand(base.geometry, image.extents)),
+        notes=artifact.notes,
+        companions=artifact.companions,
     )
 
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
+from loraplex.artifact.base_facts import BaseFacts, base_notes, companion_notes, token_notes
 from loraplex.artifact.base_modules import BaseModules, BaseTensors
+from loraplex.artifact.companions import read_companions
 from loraplex.artifact.peft_config import decode_config
 from loraplex.artifact.record import Artifact, Method
 from loraplex.artifact.refuse import unsupported
@@ -25,18 +28,27 @@ def load_adapter(
     progress: Progress | None = None,
     *,
     served: Dtype | None = None,
+    facts: BaseFacts | None = None,
+    strict_base: bool = False,
 ) -> Artifact:
     """Read, verify and resolve the PEFT adapter in the folder `path` against `base`.
 
     base_tensors: the base's weights, for files that repeat some of them. progress: see `Progress`. served: element type
-    that the base is served in, in which repeated weights are compared too. Raises a `CallerError` of the `adapter_*` codes; on return every tensor of the files is applied.
+    that the base is served in, in which repeated weights are compared too. facts: what the base is beside its modules;
+    without it nothing is noted. strict_base: refuse an adapter that names another base. Raises a `CallerError` of the `adapter_*` codes; on return every tensor of the files is applied.
     """
     folder = Path(path)
-    config = decode_config(read_config(folder), base.family)
+    record = read_config(folder)
+    config = decode_config(record, base.family)
+    notes = () if facts is None else base_notes(record, facts, strict=strict_base)
     with WeightFiles(folder) as weights:
         fitted = fit(config, weights.entries, base)
         tensors = weights.read(progress)
-    return fill(fitted, tensors, base_tensors, served)
+    artifact = fill(fitted, tensors, base_tensors, served)
+    companions = read_companions(folder)
+    if facts is not None:
+        notes += token_notes(artifact, base, facts) + companion_notes(companions, base, facts)
+    return replace(artifact, notes=notes, companions=companions)
 
 
 def require_executable(artifact: Artifact, supported: Iterable[Method]) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from loraplex.artifact.companions import NO_COMPANIONS, Companions
+from loraplex.artifact.notes import Note
 from loraplex.artifact.peft_config import PeftConfig
 from loraplex.artifact.tensors import Tensor
 from loraplex.core.ids import Module
@@ -77,7 +79,8 @@ class Artifact:
 
     config: the effective configuration. modules: by canonical name. tensors_total: tensors in the files, all of which
     were applied. carried: tensors that repeat the base's own weights and were proven equal to them.
-    invocation_tokens: aLoRA's, or None for an adapter that is always on.
+    invocation_tokens: aLoRA's, or None for an adapter that is always on. notes: what it is served in spite of.
+    companions: what its files say about text. Neither of the two is part of any digest.
     """
 
     config: PeftConfig
@@ -87,6 +90,8 @@ class Artifact:
     tensors_total: int
     carried: tuple[str, ...]
     invocation_tokens: tuple[int, ...] | None
+    notes: tuple[Note, ...] = ()
+    companions: Companions = NO_COMPANIONS
 
     @property
     def method(self) -> str:

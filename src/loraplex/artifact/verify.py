@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from loraplex.artifact.artifact_manifest import manifest_of
+from loraplex.artifact.base_facts import BaseFacts
 from loraplex.artifact.base_modules import BaseModules, BaseTensors
 from loraplex.artifact.convert import to_image
 from loraplex.artifact.read_artifact import load_adapter, require_executable
@@ -64,6 +65,7 @@ class Verification:
             "tensors_applied": artifact.tensors_applied,
             "tensors_total": artifact.tensors_total,
             "report": artifact.report,
+            "notes": [{"kind": note.kind.value, "message": note.message} for note in artifact.notes],
             "base_digest": manifest.base_sha256,
             "artifact_digest": manifest.artifact_sha256,
             "semantic_digest": manifest.semantic_sha256,
@@ -86,6 +88,7 @@ class Verification:
         artifact, manifest = self.artifact, self.manifest
         return [
             f"{artifact.method}: {artifact.report}",
+            *(f"note      {note.message}" for note in artifact.notes),
             f"base      {manifest.base_sha256}",
             f"artifact  {manifest.artifact_sha256}",
             f"semantic  {manifest.semantic_sha256}",
@@ -116,13 +119,17 @@ def verify_adapter(
     base_tensors: BaseTensors | None = None,
     supported: Iterable[Method] | None = None,
     progress: Progress | None = None,
+    facts: BaseFacts | None = None,
+    strict_base: bool = False,
 ) -> Verification:
     """Load, convert and price the adapter in the folder `path`; raises whatever a load would raise.
 
     geometry, dtype: of the server that would hold it. supported: methods that the operators execute; None checks the
-    files alone.
+    files alone. facts, strict_base: see `load_adapter`.
     """
-    artifact = load_adapter(path, base, base_tensors, progress, served=dtype)
+    artifact = load_adapter(
+        path, base, base_tensors, progress, served=dtype, facts=facts, strict_base=strict_base
+    )
     if supported is not None:
         require_executable(artifact, supported)
     image = to_image(artifact, geometry, dtype, base_abi.digest, base_tensors)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from loraplex.artifact.base_facts import BaseFacts
 from loraplex.artifact.base_modules import BaseModules, BaseTensors
 from loraplex.artifact.checkpoint import CheckpointTensors
 from loraplex.artifact.identify import target_map
@@ -30,7 +31,10 @@ _CHUNK: Final = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """modules: adaptable modules. abi: H_base. kv: KV geometry of a page. dtype: element type of factors and KV."""
+    """modules: adaptable modules. abi: H_base. kv: KV geometry of a page. dtype: element type of factors and KV.
+
+    facts: what adapters' files are held against beside the modules. strict_base: refuse one that names another base.
+    """
 
     spec: DecoderSpec
     modules: BaseModules
@@ -38,6 +42,8 @@ class BaseModel:
     kv: KvShape
     dtype: Dtype
     tensors: BaseTensors | None = None
+    facts: BaseFacts | None = None
+    strict_base: bool = False
 
     @property
     def geometry(self) -> PageGeometry:

@@ -29,7 +29,7 @@ WEB_SCHEMES: Final = frozenset({"http", "https"})
 HUB_SCHEME: Final = "hf"
 _HUB: Final = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)@(?P<commit>[^/]+)(?:/(?P<folder>[\w./-]+))?")
 _MAX_ESCAPES: Final = 4
-_SHOWN_CHARS: Final = 400
+_SHOWN_CHARS: Final = 160
 _SHARD: Final = ".safetensors"
 """What an index of shards may name besides files that begin with `adapter_`."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")

@@ -39,6 +39,17 @@ MAX_ADAPTER_FOLDER_FILES: Final = 4_096
 MAX_PATTERN_ENTRIES: Final = 4_096
 """Entries of `rank_pattern` and of `alpha_pattern`; PEFT writes one a module at most, of which 126 layers have 884."""
 MAX_LAYERS_PATTERNS: Final = 64
+MAX_CHAT_TEMPLATE_CHARS: Final = 128 << 10
+MAX_TOKENIZER_BYTES: Final = 32 << 20
+"""Of a tokenizer.json beside an adapter; a vocabulary of 256,000 takes 20 MB."""
+MAX_TEMPLATE_CHARS_MADE: Final = 64 << 20
+"""Characters that a render of an adapter's own template makes, those thrown away included."""
+MAX_TEMPLATE_TIME_S: Final = 2.0
+"""Of the thread's processor time; a long conversation through a usual template takes some ten milliseconds."""
+MAX_TEMPLATE_WIDTH: Final = 10_000
+MAX_TEMPLATE_NUMBER_BITS: Final = 4_096
+MAX_ADDED_TOKENS: Final = 4_096
+MAX_ADDED_TOKEN_CHARS: Final = 256
 MAX_PATTERN_STEPS: Final = 4_000_000
 """Steps of matching a configuration's patterns against a base: some two seconds of one processor."""
 MAX_ADAPTER_CONFIG_BYTES: Final = 4 << 20

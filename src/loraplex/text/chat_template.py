@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import jinja2
@@ -20,6 +21,9 @@ import jinja2.parser
 import jinja2.sandbox
 
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.text.bounded_template import BoundedEnvironment, allowance
+
+Environment = jinja2.sandbox.ImmutableSandboxedEnvironment
 
 
 class _Generation(jinja2.ext.Extension):
@@ -50,42 +54,51 @@ def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+def _environment(kind: type[Environment]) -> Environment:
+    environment = kind(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.filters["tojson"] = _tojson
+    if isinstance(environment, BoundedEnvironment):
+        environment.bound_filters()
     return environment
 
 
 class ChatTemplate:
-    """One compiled template. special: texts of the special tokens, by role (`bos_token`, ...)."""
+    """One compiled template. special: texts of the special tokens, by role (`bos_token`, ...).
 
-    def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """Raises `config_invalid` when the source is not a template."""
+    stranger: it came with an adapter, so that what a render takes is bounded.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str], *, stranger: bool = False) -> None:
+        """Raises `config_invalid` when the source is not a template, `adapter_unsupported` for an adapter's."""
+        self.source = source
+        self._whose = "the adapter's" if stranger else "the model's"
         try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise CallerError(
-                ErrorCode.CONFIG_INVALID, f"the model's chat template does not parse: {error}"
-            ) from error
+            kind = BoundedEnvironment if stranger else jinja2.sandbox.ImmutableSandboxedEnvironment
+            self._template = _environment(kind).from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            code = ErrorCode.ADAPTER_UNSUPPORTED if stranger else ErrorCode.CONFIG_INVALID
+            raise CallerError(code, f"{self._whose} chat template does not parse: {error}") from error
         self._special = dict(special)
+        self._bounds: Callable[[], AbstractContextManager[None]] = allowance if stranger else nullcontext
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Prompt text that ends where the assistant's answer begins; `invalid_request` when the template refuses."""
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._special,
-            )
-        except jinja2.TemplateError as error:
+            with self._bounds():
+                return self._template.render(
+                    messages=[dict(message) for message in messages],
+                    add_generation_prompt=True,
+                    tools=None,
+                    documents=None,
+                    **self._special,
+                )
+        except (jinja2.TemplateError, RecursionError) as error:
             raise CallerError(
                 ErrorCode.INVALID_REQUEST,
-                f"the model's chat template refuses these messages: {error}",
+                f"{self._whose} chat template refuses these messages: {error}",
                 param="messages",
             ) from error

@@ -11,16 +11,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
+from loraplex.artifact.companions import SPECIAL_ROLES, Companions, token_text
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.text.chat_template import ChatTemplate
 
 _REPLACEMENT: Final = "\ufffd"
-_SPECIAL_ROLES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 SHORT_TEXT_CHARS: Final = 4096
 """Texts up to here are tokenised in a few milliseconds; longer ones belong into a thread."""
 MAX_HELD_TOKENS: Final = 32
@@ -51,13 +52,16 @@ class TextCodec:
         eos_token_ids: Iterable[int],
         bos_token: str | None,
         template: ChatTemplate | None,
+        special: Mapping[str, str] | None = None,
     ) -> None:
+        """special: texts of the special tokens, by role; the beginning alone where it is left out."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = template
         self.eos_token_ids = frozenset(eos_token_ids)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._special = {"bos_token": bos_token} if special is None and bos_token else dict(special or {})
         self._bos = bos_token
         self._bos_id = None if bos_token is None else tokenizer.token_to_id(bos_token)
         self._byte_level = "ByteLevel" in str(tokenizer.decoder)
@@ -69,6 +73,67 @@ class TextCodec:
     def has_chat_template(self) -> bool:
         """Whether `chat` can be called."""
         return self._template is not None
+
+    @property
+    def companions(self) -> Companions:
+        """What adapters' own files are held against: template, end tokens, special and added tokens."""
+        return Companions(
+            chat_template=None if self._template is None else self._template.source,
+            eos_token_ids=tuple(sorted(self.eos_token_ids)),
+            special=tuple(sorted(self._special.items())),
+            added=tuple(sorted(self._added.items())),
+        )
+
+    def adapted(
+        self, template: ChatTemplate | None, further: Mapping[int, str], ends: Iterable[str | int]
+    ) -> Self:
+        """This codec with a template in place of its own, further tokens, and further ends by text or id.
+
+        Without further tokens it shares the tokenizer. Raises `adapter_unsupported` for a token that cannot have its id
+        here, and for an end that is none of its tokens.
+        """
+        other = copy(self)
+        if template is not None:
+            other._template = template
+        if further:
+            other._add(further)
+        ids = {end if isinstance(end, int) else other._tokenizer.token_to_id(end) for end in ends}
+        if not all(index is not None and index < other.vocab_size for index in ids):
+            raise CallerError(
+                ErrorCode.ADAPTER_UNSUPPORTED,
+                "an end token of the adapter is not among the tokens of base and adapter; serve the adapter with the "
+                "base's text",
+                param="text",
+            )
+        other.eos_token_ids = self.eos_token_ids | ids
+        return other
+
+    def _add(self, further: Mapping[int, str]) -> None:
+        """Give a tokenizer of its own tokens that this one does not know."""
+        tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
+        for index, text in sorted(further.items()):
+            if (
+                tokenizer.token_to_id(text) is None
+                and tokenizer.get_vocab_size(with_added_tokens=True) == index
+            ):
+                tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
+            if tokenizer.token_to_id(text) != index:
+                raise CallerError(
+                    ErrorCode.ADAPTER_UNSUPPORTED,
+                    f"token {text!r:.80} of the adapter has the id {index}, which it cannot have beside the base's "
+                    f"{self.vocab_size} tokens; serve the adapter with the base's text",
+                    param="text",
+                )
+        self._tokenizer = tokenizer
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._added = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
+        if self._longest is not None:
+            self._longest = max(self._longest, *map(len, further.values()))
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a token by its text."""
+        index: int | None = self._tokenizer.token_to_id(text)
+        return index
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of `text`. add_special: with what the model's tokenizer puts around it; a BOS is never doubled."""
@@ -138,10 +203,12 @@ def load_tokenizer(folder: Path) -> TextCodec | None:
     except Exception as error:  # the library raises bare Exception
         raise CallerError(ErrorCode.CONFIG_INVALID, f"{path} is not a tokenizer: {error}") from error
     config = _json_object(folder / "tokenizer_config.json")
-    special = {role: text for role in _SPECIAL_ROLES if (text := _token_text(config.get(role))) is not None}
+    special = {role: text for role in SPECIAL_ROLES if (text := token_text(config.get(role))) is not None}
     source = _template_source(folder, config)
     template = None if source is None else ChatTemplate(source, special)
-    return TextCodec(tokenizer, _ends(folder, tokenizer, special), special.get("bos_token"), template)
+    return TextCodec(
+        tokenizer, _ends(folder, tokenizer, special), special.get("bos_token"), template, special
+    )
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -154,13 +221,6 @@ def _json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CallerError(ErrorCode.CONFIG_INVALID, f"{path} holds {type(value).__name__}, not an object")
     return value
-
-
-def _token_text(value: Any) -> str | None:
-    """A special token is written as its text or as an object with `content`."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
