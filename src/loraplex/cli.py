@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -390,8 +391,7 @@ def _verified(
             base_tensors=CheckpointTensors(base, modules),
             supported=EXECUTABLE,
             progress=progress if sys.stderr.isatty() and not quiet else None,
-            facts=read_base_facts(base),
-            strict_base=strict_base,
+            facts=replace(read_base_facts(base), strict=strict_base),
         )
     Codecs(load_tokenizer(base), modules.vocab).of(found.artifact.companions, TextChoice(text))
     return found

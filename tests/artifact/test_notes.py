@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
 FACTS = BaseFacts(names=base_names(["/models/Tiny-Llama", "tiny"]), commit=COMMIT, token_ids=60)
 
 
-def notes(folder: Path, facts: BaseFacts = FACTS, **options: Any) -> list[NoteKind]:
-    return [note.kind for note in load_adapter(folder, tiny_base(), facts=facts, **options).notes]
+def notes(folder: Path, facts: BaseFacts = FACTS) -> list[NoteKind]:
+    return [note.kind for note in load_adapter(folder, tiny_base(), facts=facts).notes]
 
 
 @pytest.mark.parametrize(
@@ -50,10 +51,10 @@ def test_another_base_is_said_and_refused_where_that_is_asked(
     folder = write_lora(tmp_path, base_model_name_or_path=named)
     assert notes(folder) == ([] if same else [NoteKind.OTHER_BASE])
     if same:
-        assert notes(folder, strict_base=True) == []
+        assert notes(folder, replace(FACTS, strict=True)) == []
         return
     with pytest.raises(CallerError, match="served here is tiny, tiny-llama") as caught:
-        notes(folder, strict_base=True)
+        notes(folder, replace(FACTS, strict=True))
     assert caught.value.code is ErrorCode.ADAPTER_BASE_MISMATCH
     assert json.dumps(named) in caught.value.message
 
@@ -65,7 +66,7 @@ def test_another_revision_of_the_base_is_said(tmp_path: Path) -> None:
     folder = write_lora(tmp_path, base_model_name_or_path=f"models--a--tiny/snapshots/{OTHER}")
     assert notes(folder) == [NoteKind.OTHER_BASE_REVISION]
     with pytest.raises(CallerError):
-        notes(folder, strict_base=True)
+        notes(folder, replace(FACTS, strict=True))
     assert hub_commit("/models/tiny") is None
 
 
@@ -155,7 +156,7 @@ def test_what_differs_from_the_base_is_said(tmp_path: Path) -> None:
 def test_a_companion_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> None:
     for index, damage in enumerate(
         (
-            lambda path: os.mkfifo(path),
+            os.mkfifo,
             lambda path: path.symlink_to("/dev/zero"),
             lambda path: path.mkdir(),
             lambda path: path.write_bytes(b"\xff\xfe"),

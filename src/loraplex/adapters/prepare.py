@@ -56,14 +56,7 @@ def prepare_adapter(path: str | os.PathLike[str], base: BaseModel, store: ImageS
 
     Raises a `CallerError` of the `adapter_*` codes; then nothing was stored.
     """
-    artifact = load_adapter(
-        path,
-        base.modules,
-        base.tensors,
-        served=base.dtype,
-        facts=base.facts,
-        strict_base=base.strict_base,
-    )
+    artifact = load_adapter(path, base.modules, base.tensors, served=base.dtype, facts=base.facts)
     require_executable(artifact, EXECUTABLE)
     image = to_image(artifact, base.geometry, base.dtype, base.abi, base.tensors)
     store.put(image)

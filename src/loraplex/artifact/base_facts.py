@@ -30,13 +30,15 @@ class BaseFacts:
     """The served base, as far as it is not its modules.
 
     names: that it goes by, as `base_names` gives them. commit: of the hub, where its folder says it. token_ids: ids that
-    its tokenizer knows, None without one. companions: its own chat template, end tokens and added tokens.
+    its tokenizer knows, None without one. companions: its own chat template, end tokens and added tokens. strict: an adapter
+    that names another base or revision is refused.
     """
 
     names: frozenset[str]
     commit: str | None = None
     token_ids: int | None = None
     companions: Companions = NO_COMPANIONS
+    strict: bool = False
 
 
 def base_names(texts: Iterable[str]) -> frozenset[str]:
@@ -50,10 +52,10 @@ def hub_commit(path: str) -> str | None:
     return None if match is None else match["commit"]
 
 
-def base_notes(record: Mapping[str, Any], facts: BaseFacts, *, strict: bool) -> tuple[Note, ...]:
+def base_notes(record: Mapping[str, Any], facts: BaseFacts) -> tuple[Note, ...]:
     """What a configuration says about its base that is not so of the served one.
 
-    strict: raise `adapter_base_mismatch` instead.
+    Raises `adapter_base_mismatch` instead where the facts are strict.
     """
     named, revision = record.get("base_model_name_or_path"), record.get("revision")
     notes: list[Note] = []
@@ -75,7 +77,7 @@ def base_notes(record: Mapping[str, Any], facts: BaseFacts, *, strict: bool) -> 
                 f"the adapter was trained on revision {trained} of its base, revision {facts.commit} is served here",
             )
         )
-    if notes and strict:
+    if notes and facts.strict:
         raise wrong_base(
             "base_model_name_or_path", f"{notes[0].message}; serve that one, or leave out --strict-base"
         )

@@ -29,18 +29,17 @@ def load_adapter(
     *,
     served: Dtype | None = None,
     facts: BaseFacts | None = None,
-    strict_base: bool = False,
 ) -> Artifact:
     """Read, verify and resolve the PEFT adapter in the folder `path` against `base`.
 
     base_tensors: the base's weights, for files that repeat some of them. progress: see `Progress`. served: element type
     that the base is served in, in which repeated weights are compared too. facts: what the base is beside its modules;
-    without it nothing is noted. strict_base: refuse an adapter that names another base. Raises a `CallerError` of the `adapter_*` codes; on return every tensor of the files is applied.
+    without it nothing is noted. Raises a `CallerError` of the `adapter_*` codes; on return every tensor of the files is applied.
     """
     folder = Path(path)
     record = read_config(folder)
     config = decode_config(record, base.family)
-    notes = () if facts is None else base_notes(record, facts, strict=strict_base)
+    notes = () if facts is None else base_notes(record, facts)
     with WeightFiles(folder) as weights:
         fitted = fit(config, weights.entries, base)
         tensors = weights.read(progress)

@@ -120,16 +120,13 @@ def verify_adapter(
     supported: Iterable[Method] | None = None,
     progress: Progress | None = None,
     facts: BaseFacts | None = None,
-    strict_base: bool = False,
 ) -> Verification:
     """Load, convert and price the adapter in the folder `path`; raises whatever a load would raise.
 
     geometry, dtype: of the server that would hold it. supported: methods that the operators execute; None checks the
-    files alone. facts, strict_base: see `load_adapter`.
+    files alone. facts: see `load_adapter`.
     """
-    artifact = load_adapter(
-        path, base, base_tensors, progress, served=dtype, facts=facts, strict_base=strict_base
-    )
+    artifact = load_adapter(path, base, base_tensors, progress, served=dtype, facts=facts)
     if supported is not None:
         require_executable(artifact, supported)
     image = to_image(artifact, geometry, dtype, base_abi.digest, base_tensors)

@@ -33,7 +33,7 @@ _CHUNK: Final = 1 << 22
 class BaseModel:
     """modules: adaptable modules. abi: H_base. kv: KV geometry of a page. dtype: element type of factors and KV.
 
-    facts: what adapters' files are held against beside the modules. strict_base: refuse one that names another base.
+    facts: what adapters' files are held against beside the modules.
     """
 
     spec: DecoderSpec
@@ -43,7 +43,6 @@ class BaseModel:
     dtype: Dtype
     tensors: BaseTensors | None = None
     facts: BaseFacts | None = None
-    strict_base: bool = False
 
     @property
     def geometry(self) -> PageGeometry:

@@ -13,6 +13,7 @@ import msgspec
 
 from loraplex.artifact.tensors import Dtype
 from loraplex.build.base_model import BaseModel, describe_base
+from loraplex.build.base_text import read_base_facts
 from loraplex.config import EngineConfig
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
@@ -153,9 +154,11 @@ def describe_model(config: EngineConfig, abi: str | None = None) -> BaseModel:
     abi: H_base if it is known, so that the weights need not be hashed.
     """
     name, _ = _dtype(config)
-    return describe_base(
-        Path(config.model), Dtype(name), config.page_tokens, dummy=config.load_format == "dummy", abi=abi
+    folder = Path(config.model)
+    base = describe_base(
+        folder, Dtype(name), config.page_tokens, dummy=config.load_format == "dummy", abi=abi
     )
+    return replace(base, facts=read_base_facts(folder))
 
 
 def _warm_up(config: EngineConfig) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
+from loraplex.artifact.companions import COMPANION_FILES
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 
@@ -168,7 +169,10 @@ def _files_stay(folder: Path, roots: Sequence[Path]) -> bool:
     if len(entries) > limits.MAX_ADAPTER_FOLDER_FILES:
         return False
     for entry in entries:
-        if not entry.name.startswith("adapter_") and not entry.name.endswith(_SHARD):
+        opened = (
+            entry.name.startswith("adapter_") or entry.name.endswith(_SHARD) or entry.name in COMPANION_FILES
+        )
+        if not opened:
             continue
         real = Path(os.path.realpath(entry.path))
         if not any(real.is_relative_to(root) for root in roots):

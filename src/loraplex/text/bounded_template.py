@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import jinja2
 import jinja2.nodes
@@ -140,12 +140,19 @@ class _Counting(jinja2.visitor.NodeTransformer):
         return self.generic_visit(self._filter(_JOINED, parts, []))
 
     def _filter(
-        self, name: str, value: jinja2.nodes.Expr, arguments: list[jinja2.nodes.Expr]
+        self, name: str, value: jinja2.nodes.Node, arguments: list[jinja2.nodes.Expr]
     ) -> jinja2.nodes.Filter:
         for argument in arguments:
             argument.set_environment(self._environment)
         return jinja2.nodes.Filter(
-            value, name, arguments, [], None, None, lineno=value.lineno, environment=self._environment
+            cast("jinja2.nodes.Expr", value),
+            name,
+            arguments,
+            [],
+            None,
+            None,
+            lineno=value.lineno,
+            environment=self._environment,
         )
 
 

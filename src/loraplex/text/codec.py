@@ -97,8 +97,9 @@ class TextCodec:
             other._template = template
         if further:
             other._add(further)
-        ids = {end if isinstance(end, int) else other._tokenizer.token_to_id(end) for end in ends}
-        if not all(index is not None and index < other.vocab_size for index in ids):
+        named = [end if isinstance(end, int) else other.token_id(end) for end in ends]
+        ids = {index for index in named if index is not None and index < other.vocab_size}
+        if not ids.issuperset(named):
             raise CallerError(
                 ErrorCode.ADAPTER_UNSUPPORTED,
                 "an end token of the adapter is not among the tokens of base and adapter; serve the adapter with the "

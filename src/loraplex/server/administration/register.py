@@ -19,6 +19,7 @@ from loraplex.artifact.checkpoint import CheckpointTensors
 from loraplex.artifact.source import read_config as read_adapter_config
 from loraplex.artifact.tensors import Dtype
 from loraplex.build.base_model import BaseModel, base_modules, read_config
+from loraplex.build.base_text import read_base_facts
 from loraplex.catalog.artifacts import ArtifactStore
 from loraplex.catalog.records import DEFAULT_NAMESPACE, Revision, check_alias
 from loraplex.catalog.sources import is_remote
@@ -64,6 +65,7 @@ class Preparation:
             spec.kv_shape(dtype.itemsize, info["page_tokens"]),
             dtype,
             None if dummy else CheckpointTensors(self._folder, modules),
+            read_base_facts(self._folder),
         )
         self._pool = PreparePool(
             base, self._engine.images_dir, self._artifacts.root, self._artifacts.limit_bytes
