@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import save_file
@@ -66,6 +67,24 @@ def test_llm_refuses_it(
     assert caught.value.code is code
     assert llm.adapters() == []
     assert llm.inspect() == before
+
+
+def test_verify_says_what_differs_and_is_strict_where_asked(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verify(*words: str) -> dict[str, Any]:
+        with pytest.raises(SystemExit):
+            cli.main(["verify", str(folder), "--base", str(base), "--json", *words])
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    folder = write_lora(tmp_path / "adapter", base_model_name_or_path="owner/another")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    found = verify()
+    assert (found["ok"], [note["kind"] for note in found["notes"]]) == (True, ["other_base", "chat_template"])
+    assert verify("--strict-base")["error"]["code"] == ErrorCode.ADAPTER_BASE_MISMATCH.value
+    folder = write_lora(tmp_path / "same", base_model_name_or_path=f"owner/{base.name}")
+    assert verify("--strict-base")["notes"] == []
 
 
 def test_the_good_one_passes_both(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.artifact.companions import COMPANION_FILES
 from loraplex.catalog.sources import LocalSource, RemoteSource, parse_source, permitted
 from loraplex.core.errors import ErrorCode, LoraplexError
 
@@ -120,6 +121,23 @@ def test_shards_that_an_index_may_name_stay_inside_too(tmp_path: Path) -> None:
     (folder / "part-1.safetensors").unlink()
     (folder / "part-1.safetensors").write_bytes(b"")
     assert permitted(str(folder), [str(root)]) == str(folder)
+
+
+@pytest.mark.parametrize("name", COMPANION_FILES)
+def test_files_of_text_stay_inside_too(tmp_path: Path, name: str) -> None:
+    root, secret = tmp_path / "root", tmp_path / "secret"
+    secret.write_bytes(b"{}")
+    folder = adapter(root / "spoken")
+    (folder / name).symlink_to(secret)
+    assert code_of(str(folder), [str(root)]) is FORBIDDEN
+
+
+def test_a_folder_of_very_many_files_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = adapter(tmp_path / "root" / "many")
+    monkeypatch.setattr("loraplex.core.limits.MAX_ADAPTER_FOLDER_FILES", len(list(folder.iterdir())))
+    assert permitted(str(folder), [str(tmp_path)]) == str(folder)
+    (folder / "one-more").write_bytes(b"")
+    assert code_of(str(folder), [str(tmp_path)]) is FORBIDDEN
 
 
 def test_names_with_escapes_are_understood() -> None:
