@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -24,16 +23,15 @@ from typing import Any, Final
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CapacityError, ErrorCode, InternalFault, LoraplexError, Root
 from loraplex.core.messages import Inspect
-from loraplex.process.building import Failed
-from loraplex.process.child import Child, ChildGone, describe_exit
+from loraplex.process.child import Child, describe_exit
 from loraplex.process.client import EngineClient
 from loraplex.process.engine_process import (
     BUILDER,
     REPORT_DECODER,
-    EngineReady,
     EngineStart,
 )
 from loraplex.process.event_stream import EventReader, Observe
+from loraplex.process.pipe import Failed, PipeClosed
 from loraplex.process.tasks import reported
 from loraplex.process.workdir import private_folder, temporary_root
 
@@ -60,7 +58,7 @@ class Patience:
     given_up_after_s: float = 300.0
 
 
-class EngineState(StrEnum):
+class EngineStatus(StrEnum):
     """Where the engine is in its life."""
 
     STARTING = "starting"
@@ -98,7 +96,7 @@ class EngineSupervisor:
 
         `observe`, set before `start`, gets every engine's events in order, and how many are missing before them.
         """
-        self.state = EngineState.STOPPED
+        self.state = EngineStatus.STOPPED
         self.restore = restore
         self.observe: Observe | None = None
         self.restarts = 0
@@ -121,7 +119,7 @@ class EngineSupervisor:
     @property
     def ready(self) -> bool:
         """Whether requests can be sent."""
-        return self.state is EngineState.READY
+        return self.state is EngineStatus.READY
 
     @property
     def pid(self) -> int | None:
@@ -135,7 +133,7 @@ class EngineSupervisor:
                 ErrorCode.ENGINE_UNAVAILABLE, f"the engine is {self.state.value}; try again in a moment"
             )
 
-    async def until(self, state: EngineState) -> None:
+    async def until(self, state: EngineStatus) -> None:
         """Wait for a state."""
         while self.state is not state:
             self._changed.clear()
@@ -144,7 +142,7 @@ class EngineSupervisor:
     async def start(self) -> None:
         """Start the first engine; raises the typed error with which it refused to start."""
         self._folder = self._private.enter_context(private_folder(temporary_root()))
-        self._move(EngineState.STARTING)
+        self._move(EngineStatus.STARTING)
         try:
             if self.observe is not None:
                 self._events = EventReader(self._events_endpoint(self._folder), self.observe)
@@ -152,13 +150,13 @@ class EngineSupervisor:
         except BaseException:
             await self.stop()
             raise
-        self._move(EngineState.READY)
+        self._move(EngineStatus.READY)
         watcher = asyncio.get_running_loop().create_task(self._watch(child), name="engine-supervisor")
         self._watcher = reported(watcher, _log, "the engine is no longer watched")
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End the engine for good. What is open ends as `shutting_down`."""
-        self._move(EngineState.STOPPED)
+        self._move(EngineStatus.STOPPED)
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -178,7 +176,7 @@ class EngineSupervisor:
         if self._child is not None:
             self._child.kill()
 
-    def _move(self, state: EngineState) -> None:
+    def _move(self, state: EngineStatus) -> None:
         self.state = state
         self._changed.set()
 
@@ -193,35 +191,16 @@ class EngineSupervisor:
         self._incarnation += 1
         # A socket of its own for each: nothing that was meant for the dead reaches the living.
         endpoint = f"ipc://{self._folder / f'engine-{self._incarnation}.sock'}"
-        try:
-            child = self._child = await Child.start(MODULE, environment={**PATIENT_THREADS, **os.environ})
-        except OSError as error:
-            raise InternalFault(
-                ErrorCode.BACKEND_FAILED, f"the engine's process could not be started: {error}"
-            ) from error
-        try:
-            await child.send(
-                EngineStart(
-                    self._config,
-                    endpoint,
-                    self._builder,
-                    self._log_level,
-                    self._log_json,
-                    None if self._events is None else self._events_endpoint(self._folder),
-                )
-            )
-            report = await child.receive(REPORT_DECODER)
-        except ChildGone:
-            raise InternalFault(
-                ErrorCode.BACKEND_FAILED,
-                f"the engine's process ended while it started: {describe_exit(await child.wait())}",
-            ) from None
-        match report:
-            case Failed():
-                await child.wait()
-                raise report.error
-            case EngineReady():
-                self.info = report.info
+        child = self._child = await Child.start(MODULE, "the engine's process", defaults=PATIENT_THREADS)
+        order = EngineStart(
+            self._config,
+            endpoint,
+            self._builder,
+            self._log_level,
+            self._log_json,
+            None if self._events is None else self._events_endpoint(self._folder),
+        )
+        self.info = (await child.greet(order, REPORT_DECODER)).info
         self._client.connect(endpoint)
         return child
 
@@ -245,7 +224,7 @@ class EngineSupervisor:
                     break
             self.restarts += 1
             _log.warning("the engine is ready again after restart %d", self.restarts)
-            self._move(EngineState.READY)
+            self._move(EngineStatus.READY)
 
     async def _restore(self, child: Child) -> None:
         """Run `restore`, unless `child` dies meanwhile."""
@@ -278,7 +257,7 @@ class EngineSupervisor:
             if await self._answers(patience.stalled_after_s):
                 continue
             _log.error("the engine has not answered for %g s", patience.stalled_after_s)
-            self._move(EngineState.STALLED)
+            self._move(EngineStatus.STALLED)
             if not await self._answers(patience.given_up_after_s):
                 _log.error(
                     "the engine has not answered for %g s more; it is ended", patience.given_up_after_s
@@ -286,7 +265,7 @@ class EngineSupervisor:
                 child.kill()
                 return
             _log.warning("the engine answers again")
-            self._move(EngineState.READY)
+            self._move(EngineStatus.READY)
 
     async def _answers(self, within_s: float) -> bool:
         try:
@@ -301,7 +280,7 @@ class EngineSupervisor:
     async def _death(self, child: Child) -> str:
         """Wait until `child` is dead; why, as far as it said."""
         said = ""
-        with contextlib.suppress(ChildGone):
+        with contextlib.suppress(PipeClosed):
             while True:
                 report = await child.receive(REPORT_DECODER)
                 if isinstance(report, Failed):
@@ -311,7 +290,7 @@ class EngineSupervisor:
     def _bury(self, why: str) -> None:
         _log.error("the engine died (%s); starting another", why)
         self._child = None
-        self._move(EngineState.RESTARTING)
+        self._move(EngineStatus.RESTARTING)
         self._client.disconnect(
             CapacityError(ErrorCode.ENGINE_DIED, "the engine died while it served the request; try again")
         )

@@ -135,8 +135,7 @@ async def serve(
         async with (
             contextlib.AsyncExitStack() as closing
         ):  # the last one first; one that fails does not keep the rest
-            closing.callback(preparation.close)
-            for close in (client.close, supervisor.stop, adapters.close, provenance.close):
+            for close in (preparation.close, client.close, supervisor.stop, adapters.close, provenance.close):
                 closing.push_async_callback(close)
             closing.callback(setattr, service, "phase", Phase.DRAINING)
             announcer.say(f"listening on {listener.url}; starting the engine for {base_name}")
@@ -145,7 +144,7 @@ async def serve(
                 chat = service.codec is not None and service.codec.has_chat_template
                 announcer.ready(listener.url, base_name, aliases, chat)
                 await signals.stop.wait()
-            await _drain(service, listener, announcer, preparation.close)
+            await _drain(service, listener, announcer, preparation.end)
     return 0
 
 
