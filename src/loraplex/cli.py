@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 from cyclopts import App, Parameter
 
@@ -311,7 +314,7 @@ def verify(
 
     try:
         expected = None if manifest is None else expected_manifest(_read_manifest(manifest), str(manifest))
-        found = _verified(adapter, base, dtype, page_tokens, quiet=as_json)
+        found = _verified(adapter, base, dtype, page_tokens)
         if expected is not None:
             check_same(expected, found.manifest)
     except LoraplexError as error:
@@ -334,8 +337,8 @@ def _read_manifest(path: Path) -> bytes:
         ) from error
 
 
-def _verified(adapter: str, base: Path, dtype: str, page_tokens: int, *, quiet: bool) -> Verification:
-    """What a server would find, with a line of progress on a terminal."""
+def _verified(adapter: str, base: Path, dtype: str, page_tokens: int) -> Verification:
+    """What a server would find. How far it is goes to standard error."""
     from loraplex.adapters.prepare import EXECUTABLE
     from loraplex.artifact.checkpoint import CheckpointTensors
     from loraplex.artifact.tensors import Dtype
@@ -344,11 +347,8 @@ def _verified(adapter: str, base: Path, dtype: str, page_tokens: int, *, quiet: 
     from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
     from loraplex.catalog.sources import LocalSource, parse_source
     from loraplex.core.layout import Geometry, PageGeometry
+    from loraplex.model.progress import terminal_progress
     from loraplex.model.spec import spec_from_config
-
-    def progress(done: int, total: int) -> None:
-        end = "\n" if done == total else ""
-        print(f"\r{done >> 20} of {total >> 20} MiB read and hashed", end=end, file=sys.stderr, flush=True)
 
     if page_tokens < 1:
         raise CallerError(
@@ -361,15 +361,20 @@ def _verified(adapter: str, base: Path, dtype: str, page_tokens: int, *, quiet: 
     modules = base_modules(spec)
     source = parse_source(adapter)
     with ExitStack() as stack:
+        progress = stack.enter_context(terminal_progress())
         if isinstance(source, LocalSource):
             folder = source.folder
         else:
             store = ArtifactStore(artifacts_folder(), DEFAULT_STORE_BYTES)
-            folder, _ = stack.enter_context(store.reading(source))
+            fetched = partial(progress, "Downloading the adapter")
+            folder, _ = stack.enter_context(store.reading(source, progress=fetched))
+        progress("Hashing the weights of the base", 0, 1)
+        weights = hash_weights(base)
+        progress("Hashing the weights of the base", 1, 1)
         return verify_adapter(
             folder,
             modules,
-            base_identity(spec, modules, hash_weights(base)),
+            base_identity(spec, modules, weights),
             PageGeometry(
                 Geometry.RANK_ROWS,
                 element.itemsize,
@@ -378,7 +383,7 @@ def _verified(adapter: str, base: Path, dtype: str, page_tokens: int, *, quiet: 
             element,
             base_tensors=CheckpointTensors(base, modules),
             supported=EXECUTABLE,
-            progress=progress if sys.stderr.isatty() and not quiet else None,
+            progress=partial(progress, "Reading and hashing the adapter"),
         )
 
 
@@ -416,14 +421,25 @@ def _absolute(source: str) -> str:
     return source if "://" in source else str(Path(source).absolute())
 
 
+def _end(signum: int, frame: FrameType | None) -> NoReturn:
+    """A command that is told to end lets go of what it has started, as one that is interrupted does."""
+    sys.exit(128 + signum)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Entry of the `loraplex` command. words: instead of the process's own."""
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         status = app(sys.argv[1:] if words is None else words)
+    except KeyboardInterrupt:
+        print("loraplex: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except LoraplexError as error:
         print(f"loraplex: {error.message} [{error.code.value}]", file=sys.stderr)
         logging.getLogger(__name__).debug("refused", exc_info=True)
         sys.exit(2 if error.root is Root.CALLER else 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -25,7 +25,8 @@ from loraplex.core.messages import Ended, Inspect, Submit, Tokens
 from loraplex.process.child import Child
 from loraplex.process.client import EngineClient, RequestGroup
 from loraplex.process.engine_process import REPORT_DECODER, EngineReady, EngineStart
-from loraplex.process.supervisor import MODULE, EngineStatus, EngineSupervisor, Patience
+from loraplex.process.logs import FIELDS
+from loraplex.process.supervisor import MODULE, EngineStatus, EngineSupervisor, Patience, pause_s
 from loraplex.sim.tokens import expected_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,6 +202,63 @@ def test_an_engine_that_cannot_be_started_again_at_once_is_started_later(
     run(test)
 
 
+def test_a_restart_that_takes_too_long_is_ended_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        patience = Patience(restart_least_s=2.0, restart_times=0.0)
+        async with served(tmp_path, engines.SLOW_AGAIN, patience=patience) as (supervisor, client):
+            os.kill(pid_of(supervisor), signal.SIGKILL)
+            await supervisor.until(EngineStatus.RESTARTING)
+            await supervisor.until(EngineStatus.READY)
+            assert (await read_all(client.submit([submit("a", [7], max_tokens=2)])))[0] == [7, 7]
+            assert supervisor.restarts == 1
+
+    run(test)
+    assert "not ready within 2 s" in caplog.text
+
+
+def test_an_engine_that_is_silent_while_it_gets_its_adapters_back_is_replaced(tmp_path: Path) -> None:
+    async def test() -> None:
+        patience = Patience(ask_every_s=0.001, stalled_after_s=0.2, given_up_after_s=0.2)
+        attempts: list[int] = []
+        async with served(tmp_path / "m", patience=patience) as (supervisor, client):
+
+            async def restore() -> None:
+                attempts.append(pid_of(supervisor))
+                if len(attempts) == 1:
+                    client.submit([submit("bad", [engines.HANG])])
+                    await asyncio.Event().wait()
+
+            supervisor.restore = restore
+            os.kill(pid_of(supervisor), signal.SIGKILL)
+            await supervisor.until(EngineStatus.RESTARTING)
+            await supervisor.until(EngineStatus.READY)
+            assert len(set(attempts)) == 2
+
+    run(test)
+
+
+def test_a_restart_says_where_its_time_went(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with served(tmp_path) as (supervisor, _):
+            os.kill(pid_of(supervisor), signal.SIGKILL)
+            await supervisor.until(EngineStatus.RESTARTING)
+            await supervisor.until(EngineStatus.READY)
+
+    run(test)
+    (record,) = [record for record in caplog.records if "ready again" in record.message]
+    times = getattr(record, FIELDS)
+    parts = [times[name] for name in ("before_s", "process_s", "build_s", "restore_s")]
+    assert min(parts) >= 0
+    assert sum(parts) == pytest.approx(times["down_s"], abs=0.03)
+
+
+def test_pauses_between_restarts_are_bounded() -> None:
+    assert [pause_s(failures) for failures in range(1, 8)] == [0.0, 0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
+    assert pause_s(10_000) == 4.0
+
+
 def test_a_question_that_ends_typed_does_not_end_the_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +371,7 @@ import asyncio, os, sys
 sys.path[:0] = sys.argv[2:]
 from loraplex.config import EngineConfig
 from loraplex.process.client import EngineClient
+from loraplex.process.logs import FIELDS
 from loraplex.process.supervisor import EngineSupervisor
 
 async def main():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, Protocol
@@ -45,9 +46,10 @@ class EngineStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
-    """The engine steps. info: what clients need to know of it."""
+    """The engine steps. info: what clients need to know of it. build_s: how long it took to build."""
 
     info: dict[str, Any]
+    build_s: float
 
 
 EngineReport = EngineReady | Failed
@@ -98,8 +100,9 @@ def run(parent: Parent, start: EngineStart) -> int:
     built: Built | None = None
     try:
         builder: Builder = load_function(start.builder)
+        began = time.monotonic()
         built = builder(start.config, mailbox, MonotonicClock(), events)
-        parent.send(EngineReady(built.info))
+        parent.send(EngineReady(built.info, time.monotonic() - began))
         while not mailbox.closed:
             built.engine.step(wait=True)
             events.flush()

@@ -31,6 +31,7 @@ from loraplex.process.engine_process import (
     EngineStart,
 )
 from loraplex.process.event_stream import EventReader, Observe
+from loraplex.process.logs import fields
 from loraplex.process.pipe import Failed, PipeClosed
 from loraplex.process.tasks import reported
 from loraplex.process.workdir import private_folder, temporary_root
@@ -41,7 +42,8 @@ PATIENT_THREADS: Final = {"OMP_WAIT_POLICY": "passive"}
 """OpenMP threads that wait asleep: a spinning one costs a step hundreds of milliseconds as soon as another process wants
 its core (docs/notes/cpu-operators.md). An operator's own setting stands."""
 STOP_GRACE_S: Final = 5.0
-MAX_PAUSE_S: Final = 30.0
+MAX_PAUSE_S: Final = 4.0
+"""An engine that does not stay up is tried again this often: what a start costs, and no longer than a caller retries."""
 STEADY_S: Final = 60.0
 """An engine that lived this long was well: its death is not one in a row."""
 
@@ -50,12 +52,15 @@ STEADY_S: Final = 60.0
 class Patience:
     """How often the engine is asked whether it lives, how long it may take, and when it is given up. Seconds.
 
-    A step is never this long: the longest is one chunk of prefill. Nothing compiles once an engine is ready.
+    A step is never this long: the longest is one chunk of prefill. Nothing compiles once an engine is ready. A restart
+    does what the first start did, with warm caches: it may take `restart_times` as long, and `restart_least_s` at least.
     """
 
     ask_every_s: float = 5.0
     stalled_after_s: float = 30.0
     given_up_after_s: float = 300.0
+    restart_least_s: float = 60.0
+    restart_times: float = 10.0
 
 
 class EngineStatus(StrEnum):
@@ -69,7 +74,7 @@ class EngineStatus(StrEnum):
 
 
 def pause_s(failures: int) -> float:
-    """Pause before the restart that follows `failures` consecutive deaths: at once, then doubling from half a second."""
+    """Pause before the restart that follows `failures` consecutive deaths: at once, then doubling from half a second to `MAX_PAUSE_S`."""
     return 0.0 if failures <= 1 else min(0.25 * 2.0 ** (failures - 1), MAX_PAUSE_S)
 
 
@@ -112,6 +117,8 @@ class EngineSupervisor:
         self._folder: Path | None = None
         self._private = contextlib.ExitStack()
         self._incarnation = 0
+        self._first_start_s = 0.0
+        self._build_s = 0.0
         self._events: EventReader | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -146,7 +153,9 @@ class EngineSupervisor:
         try:
             if self.observe is not None:
                 self._events = EventReader(self._events_endpoint(self._folder), self.observe)
+            began = time.monotonic()
             child = await self._launch()
+            self._first_start_s = time.monotonic() - began
         except BaseException:
             await self.stop()
             raise
@@ -200,7 +209,8 @@ class EngineSupervisor:
             self._log_json,
             None if self._events is None else self._events_endpoint(self._folder),
         )
-        self.info = (await child.greet(order, REPORT_DECODER)).info
+        ready = await child.greet(order, REPORT_DECODER)
+        self.info, self._build_s = ready.info, ready.build_s
         self._client.connect(endpoint)
         return child
 
@@ -212,33 +222,70 @@ class EngineSupervisor:
             why = await self._death_watched(child)
             failures = 1 if time.monotonic() - began > STEADY_S else failures + 1
             self._bury(why)
+            died = time.monotonic()
             while True:
                 await asyncio.sleep(self._pause(failures))
                 try:
-                    child = await self._launch()
-                    await self._restore(child)
+                    child = await self._restart(died)
                 except LoraplexError as error:
                     failures += 1
                     await self._discard(error)
                 else:
                     break
-            self.restarts += 1
-            _log.warning("the engine is ready again after restart %d", self.restarts)
             self._move(EngineStatus.READY)
+
+    async def _restart(self, died: float) -> Child:
+        """Start another engine and give it back what it knew; says where the time since `died` went."""
+        began = time.monotonic()
+        bound_s = max(self._patience.restart_least_s, self._patience.restart_times * self._first_start_s)
+        try:
+            async with asyncio.timeout(bound_s):
+                child = await self._launch()
+        except TimeoutError:
+            raise InternalFault(
+                ErrorCode.BACKEND_FAILED,
+                f"the engine's process was not ready within {bound_s:.0f} s, the limit of a restart; it is ended",
+            ) from None
+        started = time.monotonic()
+        await self._restore(child)
+        ready = time.monotonic()
+        self.restarts += 1
+        times = {
+            "down_s": ready - died,
+            "before_s": began - died,
+            "process_s": started - began - self._build_s,
+            "build_s": self._build_s,
+            "restore_s": ready - started,
+        }
+        _log.warning(
+            "the engine is ready again after restart %d",
+            self.restarts,
+            extra=fields(**{name: round(value, 2) for name, value in times.items()}),
+        )
+        return child
 
     async def _restore(self, child: Child) -> None:
         """Run `restore`, unless `child` dies meanwhile."""
         restore = asyncio.ensure_future(self.restore())
         death = asyncio.ensure_future(child.wait())
+        asking = asyncio.ensure_future(self._end_if_silent(child))
         try:
             await asyncio.wait({restore, death}, return_when=asyncio.FIRST_COMPLETED)
             if not restore.done():
                 raise InternalFault(ErrorCode.BACKEND_FAILED, "the engine died before its adapters were back")
             await restore
         finally:
-            for task in (restore, death):
+            for task in (restore, death, asking):
                 task.cancel()
-            await asyncio.gather(restore, death, return_exceptions=True)
+            await asyncio.gather(restore, death, asking, return_exceptions=True)
+
+    async def _end_if_silent(self, child: Child) -> None:
+        """Kill an engine that answers nothing while it is given back what it knew."""
+        patience = self._patience
+        while await self._answers(patience.stalled_after_s + patience.given_up_after_s):
+            await asyncio.sleep(patience.ask_every_s)
+        _log.error("the engine answers nothing while it gets its adapters back; it is ended")
+        child.kill()
 
     async def _death_watched(self, child: Child) -> str:
         """Wait until `child` is dead, by itself or because it no longer answers; why."""

@@ -28,6 +28,7 @@ from loraplex.config import ServeConfig
 from loraplex.core import limits
 from loraplex.core.errors import CapacityError, ErrorCode
 from loraplex.images.disk_store import ImageStore
+from loraplex.process.activity import Tell, activity
 from loraplex.process.client import EngineClient
 from loraplex.process.engine_process import BUILDER
 from loraplex.process.supervisor import EngineSupervisor
@@ -122,7 +123,16 @@ async def serve(
         os._exit(130)
 
     async def open_up() -> None:
+        if config.log_json:  # who reads the log as JSON reads nothing else there
+            await start_up(lambda _: None)
+            return
+        with activity(live=False) as tell:  # plain lines: the log goes to the same stream
+            await start_up(tell)
+
+    async def start_up(tell: Tell) -> None:
+        tell("starting the engine")
         await supervisor.start()
+        tell("registering adapters")
         preparation.begin(supervisor.info)
         for note in supervisor.info.get("notes", ()):
             announcer.say(str(note))
