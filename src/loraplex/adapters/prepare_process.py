@@ -3,7 +3,7 @@
 A child of `adapters.prepare_pool`, which sends one `PrepareOrder`, then a `PrepareAsk` for each adapter. It is niced. What
 asks for more memory than the bound ends as `adapter_too_costly`, and takes nothing from anybody else.
 
-Specification: DESIGN 4 "Loading", "Processes".
+Specification: rulings "Loading", "Processes".
 """
 
 from __future__ import annotations

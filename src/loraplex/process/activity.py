@@ -1,7 +1,7 @@
 """Says on standard error what a long command is doing: a spinner with its time on a terminal, plain lines elsewhere.
 
 Nothing that takes minutes is silent: a plain line is repeated while its activity lasts. Results go to standard output and
-are not written here. Never decides what is done. Specification: DESIGN 5 "Command line".
+are not written here. Never decides what is done. Specification: interface "Command line".
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ it. It is greeted with one order and answers that it is ready, or with the typed
 signals to the group, is asked to end by `END_SIGNAL`, and is killed when it does not end within a grace.
 
 `Child` waits in an event loop, `BlockingChild` in its caller's thread; nothing else tells them apart. Never restarts
-anything and knows nothing of engines. The child's own side is `process/parent.py`. Specification: DESIGN 4 "Processes".
+anything and knows nothing of engines. The child's own side is `process/parent.py`. Specification: rulings "Processes".
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ before anything heavy is read, and so that another interpreter can run it.
 
 A tied child ends when its parent ends, however that ended: a thread waits for the parent, and on Linux the kernel
 kills a child that cannot run. Interrupts and ends that a terminal or a service manager sends to a whole group are the
-parent's to act on. Specification: DESIGN 4 "Processes".
+parent's to act on. Specification: rulings "Processes".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What crosses the pipes between a parent and its child: length-prefixed frames, and the failure that a child reports.
 
-Owns the form of a frame. Knows neither side's life. Specification: DESIGN 4 "Processes".
+Owns the form of a frame. Knows neither side's life. Specification: rulings "Processes".
 """
 
 from __future__ import annotations

@@ -74,8 +74,13 @@ class EngineStatus(StrEnum):
 
 
 def pause_s(failures: int) -> float:
-    """Pause before the restart that follows `failures` consecutive deaths: at once, then doubling from half a second to `MAX_PAUSE_S`."""
-    return 0.0 if failures <= 1 else min(0.25 * 2.0 ** (failures - 1), MAX_PAUSE_S)
+    """Pause before the restart that follows `failures` deaths in a row: at once, then half a second, then doubling."""
+    pause = 0.0 if failures <= 1 else 0.5
+    for _ in range(failures - 2):
+        if pause >= MAX_PAUSE_S:
+            break
+        pause *= 2
+    return min(pause, MAX_PAUSE_S)
 
 
 async def _nothing() -> None:
@@ -282,8 +287,10 @@ class EngineSupervisor:
     async def _end_if_silent(self, child: Child) -> None:
         """Kill an engine that answers nothing while it is given back what it knew."""
         patience = self._patience
-        while await self._answers(patience.stalled_after_s + patience.given_up_after_s):
+        while True:
             await asyncio.sleep(patience.ask_every_s)
+            if not await self._answers(patience.stalled_after_s + patience.given_up_after_s):
+                break
         _log.error("the engine answers nothing while it gets its adapters back; it is ended")
         child.kill()
 
