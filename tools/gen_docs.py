@@ -1,16 +1,21 @@
-"""Makes docs/errors.md from the table in `loraplex.core.errors`; `--check` only compares.
+"""Makes docs/errors.md from `loraplex.core.errors` and docs/decisions.md from its chapters; `--check` only compares.
 
-Owns the page's form. Never owns a fact: codes, roots, statuses and invariants come from the code.
+Owns the pages' form. Never owns a fact: codes, roots, statuses and invariants come from the code, headings from the chapters.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-ERRORS_PAGE = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+ERRORS_PAGE = DOCS / "errors.md"
+DECISIONS_PAGE = DOCS / "decisions.md"
+CHAPTERS = ("engine", "residency", "images", "adapters", "model", "server", "catalog", "tests")
+"""Of the decisions, in the order in which they are read."""
 
 HEAD = """# Errors
 
@@ -40,22 +45,51 @@ def errors_page(codes: Mapping[Any, Any]) -> str:
     return "\n".join(parts)
 
 
+DECISIONS_HEAD = """# Decisions
+
+Generated from the chapters in `docs/decisions/` by `tools/gen_docs.py`; do not edit (`make fix` renews it).
+What was decided, what was rejected, and why. Each figure names its origin; where there is none, the reason is an argument.
+Paths are inside `src/loraplex`, except those that begin with `tests` or `docs`. What the specification leaves open is ruled
+in [rulings](rulings.md).
+"""
+
+
+def anchor(heading: str) -> str:
+    """A heading's anchor, as the usual renderers make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def decisions_page() -> str:
+    """The index: each chapter by its title, each decision by its heading."""
+    parts = [DECISIONS_HEAD]
+    for name in CHAPTERS:
+        text = (DOCS / "decisions" / f"{name}.md").read_text(encoding="utf-8")
+        title = re.findall(r"^# Decisions: (.*)$", text, re.MULTILINE)[0]
+        link = f"decisions/{name}.md"
+        found = re.findall(r"^## (.*)$", text, re.MULTILINE)
+        lines = [f"- [{heading}]({link}#{anchor(heading)})" for heading in found]
+        parts.append("\n".join([f"## [{title[0].upper()}{title[1:]}]({link})", "", *lines, ""]))
+    return "\n".join(parts)
+
+
 def main() -> int:
-    """Writes the page, or with `--check` says whether it is up to date."""
+    """Writes the pages, or with `--check` says whether they are up to date."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare only; exit 1 when the page is stale")
+    parser.add_argument("--check", action="store_true", help="compare only; exit 1 when a page is stale")
     check = parser.parse_args().check
 
     from loraplex.core.errors import CODES
 
-    wanted = errors_page(CODES)
-    if not check:
-        ERRORS_PAGE.write_text(wanted, encoding="utf-8")
-        return 0
-    if ERRORS_PAGE.exists() and ERRORS_PAGE.read_text(encoding="utf-8") == wanted:
-        return 0
-    print("docs/errors.md does not match src/loraplex/core/errors.py; run `make fix`", file=sys.stderr)
-    return 1
+    stale = []
+    for page, wanted in ((ERRORS_PAGE, errors_page(CODES)), (DECISIONS_PAGE, decisions_page())):
+        if page.exists() and page.read_text(encoding="utf-8") == wanted:
+            continue
+        stale.append(page.name)
+        if not check:
+            page.write_text(wanted, encoding="utf-8")
+    if check and stale:
+        print(f"stale: {', '.join(f'docs/{name}' for name in stale)}; run `make fix`", file=sys.stderr)
+    return 1 if check and stale else 0
 
 
 if __name__ == "__main__":

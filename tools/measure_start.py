@@ -49,7 +49,7 @@ def used_s(pid: int) -> float:
 def role(pid: int) -> str:
     """What a process of a server is."""
     command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    names = {"engine_process": "engine", "spawn_main": "preparation", "resource_tracker": "tracker"}
+    names = {"engine_process": "engine", "prepare_process": "preparation", "loader_process": "loader"}
     return next((role for word, role in names.items() if word in command), "server")
 
 

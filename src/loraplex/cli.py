@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 from cyclopts import App, Parameter
 
@@ -26,7 +26,7 @@ from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, Root
 from loraplex.server.administration.admin_client import RemoteServer
 
 if TYPE_CHECKING:
-    from loraplex.artifact.verify import Verification
+    pass
 
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
 AdapterOption = Annotated[
@@ -312,13 +312,12 @@ def verify(
         text: whose chat template, end tokens and added tokens the adapter's requests would use.
         as_json: print JSON.
     """
+    from loraplex.adapters.verification import verify_source
     from loraplex.artifact.verify import check_same, expected_manifest, refusal_record
 
     try:
         expected = None if manifest is None else expected_manifest(_read_manifest(manifest), str(manifest))
-        found = _verified(
-            adapter, base, dtype, page_tokens, quiet=as_json, strict_base=strict_base, text=text
-        )
+        found = verify_source(adapter, base, dtype, page_tokens, strict_base=strict_base, text=text)
         if expected is not None:
             check_same(expected, found.manifest)
     except LoraplexError as error:
@@ -339,62 +338,6 @@ def _read_manifest(path: Path) -> bytes:
             f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
             param="manifest",
         ) from error
-
-
-def _verified(
-    adapter: str, base: Path, dtype: str, page_tokens: int, *, quiet: bool, strict_base: bool, text: str
-) -> Verification:
-    """What a server would find, with a line of progress on a terminal."""
-    from loraplex.adapters.prepare import EXECUTABLE
-    from loraplex.artifact.checkpoint import CheckpointTensors
-    from loraplex.artifact.tensors import Dtype
-    from loraplex.artifact.verify import verify_adapter
-    from loraplex.build.base_model import base_identity, base_modules, hash_weights, read_config
-    from loraplex.build.base_text import read_base_facts
-    from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
-    from loraplex.catalog.sources import LocalSource, parse_source
-    from loraplex.core.layout import Geometry, PageGeometry
-    from loraplex.model.spec import spec_from_config
-    from loraplex.text.codec import load_tokenizer
-    from loraplex.text.codecs import Codecs, TextChoice
-
-    def progress(done: int, total: int) -> None:
-        end = "\n" if done == total else ""
-        print(f"\r{done >> 20} of {total >> 20} MiB read and hashed", end=end, file=sys.stderr, flush=True)
-
-    if page_tokens < 1:
-        raise CallerError(
-            ErrorCode.CONFIG_INVALID,
-            f"--page-tokens must be at least 1, got {page_tokens}",
-            param="page_tokens",
-        )
-    element = Dtype(dtype)
-    spec = spec_from_config(read_config(base))
-    modules = base_modules(spec)
-    source = parse_source(adapter)
-    with ExitStack() as stack:
-        if isinstance(source, LocalSource):
-            folder = source.folder
-        else:
-            store = ArtifactStore(artifacts_folder(), DEFAULT_STORE_BYTES)
-            folder, _ = stack.enter_context(store.reading(source))
-        found = verify_adapter(
-            folder,
-            modules,
-            base_identity(spec, modules, hash_weights(base)),
-            PageGeometry(
-                Geometry.RANK_ROWS,
-                element.itemsize,
-                row_page_bytes=spec.kv_shape(element.itemsize, page_tokens).page_bytes,
-            ),
-            element,
-            base_tensors=CheckpointTensors(base, modules),
-            supported=EXECUTABLE,
-            progress=progress if sys.stderr.isatty() and not quiet else None,
-            facts=replace(read_base_facts(base), strict=strict_base),
-        )
-    Codecs(load_tokenizer(base), modules.vocab).of(found.artifact.companions, TextChoice(text))
-    return found
 
 
 @app.command
@@ -431,14 +374,25 @@ def _absolute(source: str) -> str:
     return source if "://" in source else str(Path(source).absolute())
 
 
+def _end(signum: int, frame: FrameType | None) -> NoReturn:
+    """A command that is told to end lets go of what it has started, as one that is interrupted does."""
+    sys.exit(128 + signum)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Entry of the `loraplex` command. words: instead of the process's own."""
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         status = app(sys.argv[1:] if words is None else words)
+    except KeyboardInterrupt:
+        print("loraplex: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except LoraplexError as error:
         print(f"loraplex: {error.message} [{error.code.value}]", file=sys.stderr)
         logging.getLogger(__name__).debug("refused", exc_info=True)
         sys.exit(2 if error.root is Root.CALLER else 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
-import signal
-import threading
 from collections.abc import Awaitable, Callable
-from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
-from tests.adapters.deadly import die
-from tests.artifact.tiny import tiny_model, write_lora
-from tests.catalog.remotes import WebServer
 from tests.waiting import LIMIT_S
 
-from loraplex.adapters import prepare_pool
 from loraplex.adapters.adapter_catalog import AdapterCatalog
 from loraplex.adapters.manager import AdapterService
-from loraplex.adapters.prepare import PreparedAdapter, prepare_adapter
-from loraplex.adapters.prepare_pool import PreparePool
+from loraplex.adapters.prepare import PreparedAdapter
 from loraplex.artifact.identify import AdapterIdentity
-from loraplex.artifact.tensors import Dtype
-from loraplex.build.base_model import describe_base
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault, LoraplexError
-from loraplex.core.limits import MAX_DOWNLOADS
 from loraplex.core.messages import RegisterAdapter, RemoveAdapter
 from loraplex.identity.digests import ALWAYS_ON, semantic_abi
-from loraplex.images.disk_store import ImageStore
 
 
 class Engine:
@@ -251,109 +236,6 @@ def test_a_removal_that_the_engine_refuses_is_kept_for_the_operator() -> None:
         assert service.retire_failures[key("x")].code is ErrorCode.ENGINE_DIED
 
     run(test)
-
-
-def _write_base(folder: Path) -> Path:
-    model = tiny_model()
-    model.config.save_pretrained(folder)
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-def test_preparation_in_a_process_equals_preparation_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "base").mkdir()
-    base = describe_base(_write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
-    adapter = write_lora(tmp_path / "adapter")
-    pool = PreparePool(base, tmp_path / "there")
-
-    async def test() -> None:
-        prepared = await pool(str(adapter))
-        assert prepared == prepare_adapter(adapter, base, ImageStore(tmp_path / "here"))
-        assert [p.name for p in (tmp_path / "there").iterdir()] == [
-            p.name for p in (tmp_path / "here").iterdir()
-        ]
-        with pytest.raises(CallerError) as caught:
-            await pool(str(tmp_path / "nothing"))
-        assert caught.value.code is ErrorCode.ADAPTER_SOURCE_MISSING
-        assert pool._here.pool is not None
-        (process,) = pool._here.pool._processes.values()
-        process.kill()
-        process.join()
-        assert await pool(str(adapter)) == prepared  # begun again in another child
-        monkeypatch.setattr(prepare_pool, "_prepare", die)
-        with pytest.raises(InternalFault) as fault:
-            await pool(str(adapter))  # every child dies of it
-        assert fault.value.code is ErrorCode.ADAPTER_LOAD_FAILED
-        monkeypatch.undo()
-        assert await pool(str(adapter)) == prepared
-
-    try:
-        asyncio.run(test())
-    finally:
-        pool.close()
-
-
-def test_sources_that_do_not_answer_hold_up_nothing_that_is_here(tmp_path: Path) -> None:
-    (tmp_path / "base").mkdir()
-    base = describe_base(_write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
-    pool = PreparePool(base, tmp_path / "there", tmp_path / "artifacts")
-    folder = write_lora(tmp_path / "adapter")
-    with WebServer() as web:
-        web.publish(folder, "/a")
-        answering, silent = threading.Event(), threading.Event()
-
-        def wait(part: bytes) -> list[bytes]:
-            answering.set()
-            silent.wait()
-            return [part]
-
-        async def test() -> None:
-            stored = await pool(f"{web.url}/a")
-            web.body = wait
-            web.publish(folder, "/b")
-            slow = [asyncio.ensure_future(pool(f"{web.url}/b")) for _ in range(MAX_DOWNLOADS + 1)]
-            await asyncio.to_thread(answering.wait)
-            here = await pool(str(folder))
-            assert here.identity == stored.identity
-            assert (await pool(f"{web.url}/a", stored.content)).content == stored.content
-            assert not any(task.done() for task in slow)
-            silent.set()
-            assert {(await task).content for task in slow} == {stored.content}
-            # the same source at once is downloaded once
-            assert len(web.bytes_asked("/b/adapter_model.safetensors")) == 1
-
-        try:
-            asyncio.run(test())
-        finally:
-            silent.set()
-            pool.close()
-
-
-def test_a_preparation_in_hand_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    (tmp_path / "base").mkdir()
-    base = describe_base(_write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
-    pool = PreparePool(base, tmp_path / "there")
-    folder = write_lora(tmp_path / "adapter")
-
-    async def test() -> None:
-        await asyncio.gather(pool(str(tmp_path / "nothing")), return_exceptions=True)
-        assert pool._here.pool is not None
-        (process,) = pool._here.pool._processes.values()
-        os.kill(process.pid, signal.SIGSTOP)  # whatever it is given now, it does not finish
-        waiting = [asyncio.ensure_future(pool(str(folder))) for _ in range(4)]
-        await asyncio.sleep(0)
-        pool.close()
-        ends = await asyncio.gather(*waiting, return_exceptions=True)
-        assert {end.code for end in ends if isinstance(end, LoraplexError)} == {ErrorCode.SHUTTING_DOWN}
-        assert all(isinstance(end, LoraplexError) for end in ends)
-        # A stopped process ends of SIGKILL alone. Its exit status goes to whichever thread asks first, here or the
-        # pool's own, so it is the end itself that is waited for.
-        assert wait([process.sentinel]), "the process that prepared was left behind"
-
-    asyncio.run(test())
 
 
 def test_images_go_with_the_last_revision_that_names_them() -> None:

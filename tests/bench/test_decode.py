@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.artifact.tiny import tiny_model, write_lora
+from tests.waiting import until_gone
 
 from loraplex import cli
-from loraplex.bench import decode
 from loraplex.bench.decode import DecodeRow, table
+from loraplex.bench.engines import Vllm
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning")
 
 
@@ -80,23 +84,66 @@ def test_verify_says_what_an_adapter_is_and_why_one_is_refused(
     assert (record["ok"], record["error"]["code"]) == (False, "adapter_source_missing")
 
 
-def test_the_vllm_process_finds_no_module_of_ours_in_place_of_pythons_own(tmp_path: Path) -> None:
-    """A script's folder comes first on its path, and ours has an `http.py`."""
-    (tmp_path / "vllm" / "lora").mkdir(parents=True)
-    (tmp_path / "vllm" / "__init__.py").write_text(
-        "import http.client\nLLM = SamplingParams = lambda **options: None\n"
-    )
-    (tmp_path / "vllm" / "lora" / "request.py").write_text("LoRARequest = None\n")
-    options = {
-        "model": "m",
-        "dtype": "bfloat16",
-        "requests": 1,
-        "positions": 8,
-        "adapters": [],
-        "max_rank": 0,
-    }
-    ended = subprocess.run(
-        [sys.executable, str(Path(decode.__file__).with_name("vllm_peer.py")), json.dumps(options)],
-        input="", capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    assert (ended.returncode, ended.stdout) == (0, '{"ready": true}\n'), ended.stderr
+@pytest.fixture
+def vllm(tmp_path: Path) -> Path:
+    """A folder with a `vllm` that starts a process of its own, notes both, and never answers a request."""
+    package = tmp_path / "path" / "vllm"
+    (package / "lora").mkdir(parents=True)
+    (package / "__init__.py").write_text(FAKE_VLLM.replace("FOLDER", repr(str(tmp_path))))
+    (package / "lora" / "request.py").write_text("LoRARequest = None\n")
+    return tmp_path / "path"
+
+
+FAKE_VLLM = """
+import http.client  # Python's own, and no module of ours
+import os, pathlib, subprocess, sys, threading
+
+SamplingParams = dict
+
+class LLM:
+    def __init__(self, **options):
+        other = subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"])
+        new = pathlib.Path(FOLDER) / "new"
+        new.write_text(f"{os.getpid()} {other.pid}")
+        new.rename(pathlib.Path(FOLDER) / "pids")
+
+    def generate(self, *arguments, **more):
+        threading.Event().wait()
+"""
+
+
+def test_the_vllm_process_loads_and_ends_with_what_it_started(
+    tmp_path: Path, vllm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(vllm))
+    engine = Vllm(Path(sys.executable), tmp_path, [], "bfloat16", 1, 8)
+    processes = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
+    assert engine.cpu_seconds() > 0
+    engine.close()
+    until_gone(*processes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_measurement_that_is_ended_leaves_no_process_of_a_peer(
+    folders: tuple[Path, Path], tmp_path: Path, vllm: Path, number: signal.Signals
+) -> None:
+    base, _ = folders
+    words = ["bench", "decode", str(base), "--dtype", "float32", "--no-peer", "--vllm", sys.executable]
+    path = os.pathsep.join((str(ROOT / "src"), str(vllm)))
+    with subprocess.Popen(
+        [sys.executable, "-m", "loraplex.cli", *words],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        assert command.stderr is not None
+        told = [next(line for line in command.stderr if "warming up: vllm" in line)]
+        processes = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
+        command.send_signal(number)
+        until_gone(*processes)
+        out, err = command.communicate()
+    assert told
+    assert out == ""
+    assert "Traceback" not in err
+    assert command.returncode == (-number if number is signal.SIGKILL else 128 + number)

@@ -26,6 +26,8 @@ def test_the_running_requests_name_as_many_adapters_as_the_case_says() -> None:
 
 
 def test_the_report_has_every_call_of_a_step() -> None:
-    rows = run_steps(3, cases=((4, 0, 0), (6, 10, 3)))
+    told: list[str] = []
+    rows = run_steps(3, told.append, cases=((4, 0, 0), (6, 10, 3)))
+    assert told == ["4 running, 0 waiting, 0 adapters", "6 running, 10 waiting, 3 adapters"]
     assert [(row.running, row.waiting, row.adapters) for row in rows] == [(4, 0, 0), (6, 10, 3)]
     assert all(tuple(row.parts_ms) == PARTS for row in rows)

@@ -250,7 +250,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 def test_a_full_store_is_cleared_for_the_server_before_it_refuses(tmp_path: Path, web: WebServer) -> None:
-    from tests.adapters.test_adapters import _write_base
+    from tests.adapters.test_prepare_pool import write_base
 
     from loraplex.adapters.prepare_pool import PreparePool
     from loraplex.artifact.tensors import Dtype
@@ -259,7 +259,7 @@ def test_a_full_store_is_cleared_for_the_server_before_it_refuses(tmp_path: Path
     from loraplex.server.administration.register import Preparation
 
     (tmp_path / "base").mkdir()
-    base = describe_base(_write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
+    base = describe_base(write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
     for number in range(3):
         folder = write_lora(tmp_path / f"a{number}", lora_alpha=number + 1)
         web.publish(folder, f"/a{number}")
@@ -268,7 +268,7 @@ def test_a_full_store_is_cleared_for_the_server_before_it_refuses(tmp_path: Path
     preparation = Preparation(
         tmp_path / "base", EngineConfig(model="m", images_dir=str(tmp_path / "i")), store
     )
-    pool = preparation._pool = PreparePool(base, tmp_path / "i", store.root, store.limit_bytes)
+    preparation._pool = PreparePool(base, tmp_path / "i", store.root, store.limit_bytes)
     names: list[tuple[set[str], set[str]]] = []
 
     async def named() -> tuple[set[str], set[str]]:
@@ -286,11 +286,14 @@ def test_a_full_store_is_cleared_for_the_server_before_it_refuses(tmp_path: Path
             await preparation(f"{web.url}/a2")
         assert caught.value.code is ErrorCode.ARTIFACT_STORE_FULL
 
+    async def closed() -> None:
+        try:
+            await test()
+        finally:
+            await preparation.close()
+
     preparation.named = named
-    try:
-        asyncio.run(test())
-    finally:
-        pool.close()
+    asyncio.run(closed())
 
 
 def staged(store: ArtifactStore) -> int:

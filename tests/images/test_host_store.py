@@ -51,10 +51,10 @@ def test_images_lie_in_the_region_and_their_room_returns(folder: Path, threads: 
         assert same(got, image)
         assert got.reader is None
         assert not got.locked
-    assert store.room_bytes == REGION_BYTES - sum(image.pages.nbytes for image in images)
+    assert store._room.free_bytes == REGION_BYTES - sum(image.pages.nbytes for image in images)
     for image in images:
         assert store.delete(image.kernel_digest)
-    assert store.room_bytes == REGION_BYTES
+    assert store._room.free_bytes == REGION_BYTES
     assert not store.delete(images[0].kernel_digest)
     assert os.listdir(folder) == [REGION_FILE]
 
@@ -69,7 +69,7 @@ def test_what_finds_no_room_is_a_file_of_its_own(folder: Path, threads: PageThre
     assert all(same(ImageStore(folder).verify(image.kernel_digest), image) for image in (large, larger))
     store.delete(larger.kernel_digest)
     store.delete(large.kernel_digest)
-    assert store.room_bytes == REGION_BYTES
+    assert store._room.free_bytes == REGION_BYTES
 
 
 def test_a_locked_region_says_so_of_its_images(folder: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_page_without_its_checksum_takes_no_room(folder: Path, threads: PageTh
     store, image = HostStore(folder), make_image(1, 3, 8192)
     torn = replace(image, checksums=image.checksums ^ np.array([0, 1, 0]))
     assert "page 1" in refused(store.adopt, torn, threads)
-    assert store.room_bytes == REGION_BYTES
+    assert store._room.free_bytes == REGION_BYTES
     assert store.digests() == ()
 
 
@@ -100,7 +100,7 @@ def test_a_damaged_image_is_replaced_in_its_room(folder: Path) -> None:
     assert "page 1" in refused(store.verify, image.kernel_digest)
     store.adopt(image)
     assert same(store.verify(image.kernel_digest), image)
-    assert store.room_bytes == REGION_BYTES - image.pages.nbytes
+    assert store._room.free_bytes == REGION_BYTES - image.pages.nbytes
 
 
 def test_a_damaged_image_that_is_not_replaced_names_no_part_of_the_region(
@@ -127,7 +127,7 @@ def test_the_next_loader_knows_what_lies_where(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     store = HostStore(folder)
     assert store.digests() == (kept.kernel_digest,)
-    assert store.room_bytes == REGION_BYTES - kept.pages.nbytes
+    assert store._room.free_bytes == REGION_BYTES - kept.pages.nbytes
     later = make_image(3, 100, 8192)
     store.adopt(later)
     assert same(store.verify(kept.kernel_digest), kept)

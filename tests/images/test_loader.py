@@ -128,7 +128,7 @@ def test_what_a_dead_loader_was_told_to_drop_takes_no_memory(tmp_path: Path) -> 
         loader.close()
     store = HostStore(folder)
     assert set(store.digests()) == {kept, later}
-    assert store.room_bytes == (1 << 20) - 2 * images[0].pages.nbytes
+    assert store._room.free_bytes == (1 << 20) - 2 * images[0].pages.nbytes
     assert same(store.verify(kept), images[0])
 
 

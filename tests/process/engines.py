@@ -53,6 +53,7 @@ MUTE = 992
 PAUSED = 993
 HANG = 994
 ONCE = 995
+SLOW_AGAIN = "tests.process.engines:build_slow_again"
 NEVER = "tests.process.engines:build_never"
 REFUSING = "tests.process.engines:build_refusing"
 STEP_S = 0.0002
@@ -253,6 +254,15 @@ class EchoEngine:
 def build_echo(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
     """An `EchoEngine`, whose gate is the file `go` beside the model's folder."""
     return Built(EchoEngine(mailbox, Path(config.model).parent / "go"), {**INFO, "max_model_len": 1 << 20})
+
+
+def build_slow_again(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
+    """An `EchoEngine` at the first and third start; the second one takes for ever."""
+    starts = Path(config.model) / "starts"
+    starts.mkdir(exist_ok=True)
+    number = len(list(starts.iterdir()))
+    (starts / str(number)).touch()
+    return (build_never if number == 1 else build_echo)(config, mailbox, clock, events)
 
 
 def build_refusing(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:

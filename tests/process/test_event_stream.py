@@ -20,7 +20,7 @@ from loraplex.config import EngineConfig
 from loraplex.core.events import AnyEvent, Event, FirstToken, IterationCompleted, RequestFinished
 from loraplex.process.client import EngineClient
 from loraplex.process.event_stream import EventPublisher, EventReader
-from loraplex.process.supervisor import EngineState, EngineSupervisor
+from loraplex.process.supervisor import EngineStatus, EngineSupervisor
 
 
 class Seen:
@@ -161,8 +161,8 @@ def test_the_events_of_every_engine_reach_the_server(tmp_path: Path) -> None:
                 await read_all(group)
             await seen.until(lambda: len(ended()) == 2)
             os.kill(pid_of(supervisor), signal.SIGKILL)
-            await supervisor.until(EngineState.RESTARTING)
-            await supervisor.until(EngineState.READY)
+            await supervisor.until(EngineStatus.RESTARTING)
+            await supervisor.until(EngineStatus.READY)
             await read_all(client.submit([submit("c", [1, 2])]))
             await seen.until(lambda: len(ended()) == 3)
         finally:

@@ -25,7 +25,8 @@ from loraplex.core.messages import Ended, Inspect, Submit, Tokens
 from loraplex.process.child import Child
 from loraplex.process.client import EngineClient, RequestGroup
 from loraplex.process.engine_process import REPORT_DECODER, EngineReady, EngineStart
-from loraplex.process.supervisor import MODULE, EngineState, EngineSupervisor, Patience
+from loraplex.process.logs import FIELDS
+from loraplex.process.supervisor import MODULE, EngineStatus, EngineSupervisor, Patience, pause_s
 from loraplex.sim.tokens import expected_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,7 +143,7 @@ def test_when_an_engine_dies_open_requests_end_and_another_one_serves(tmp_path: 
             with pytest.raises(CapacityError) as unavailable:
                 supervisor.require_ready()
             assert unavailable.value.code is ErrorCode.ENGINE_UNAVAILABLE
-            await supervisor.until(EngineState.READY)
+            await supervisor.until(EngineStatus.READY)
             assert supervisor.pid != first
             assert supervisor.restarts == 1
             (figures,) = restored
@@ -169,8 +170,8 @@ def test_an_engine_that_dies_while_it_gets_its_adapters_back_is_replaced_too(tmp
 
             supervisor.restore = restore
             os.kill(pid_of(supervisor), signal.SIGKILL)
-            await supervisor.until(EngineState.RESTARTING)
-            await supervisor.until(EngineState.READY)
+            await supervisor.until(EngineStatus.RESTARTING)
+            await supervisor.until(EngineStatus.READY)
             assert len(set(attempts)) == 3
             assert supervisor.pid == attempts[-1]
 
@@ -193,12 +194,69 @@ def test_an_engine_that_cannot_be_started_again_at_once_is_started_later(
             supervisor._pause = pause
             monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
             os.kill(pid_of(supervisor), signal.SIGKILL)
-            await supervisor.until(EngineState.RESTARTING)
-            await supervisor.until(EngineState.READY)
+            await supervisor.until(EngineStatus.RESTARTING)
+            await supervisor.until(EngineStatus.READY)
             assert pauses == [1, 2, 3, 4]
             assert (await read_all(client.submit([submit("a", [7], max_tokens=2)])))[0] == [7, 7]
 
     run(test)
+
+
+def test_a_restart_that_takes_too_long_is_ended_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        patience = Patience(restart_least_s=2.0, restart_times=0.0)
+        async with served(tmp_path, engines.SLOW_AGAIN, patience=patience) as (supervisor, client):
+            os.kill(pid_of(supervisor), signal.SIGKILL)
+            await supervisor.until(EngineStatus.RESTARTING)
+            await supervisor.until(EngineStatus.READY)
+            assert (await read_all(client.submit([submit("a", [7], max_tokens=2)])))[0] == [7, 7]
+            assert supervisor.restarts == 1
+
+    run(test)
+    assert "not ready within 2 s" in caplog.text
+
+
+def test_an_engine_that_is_silent_while_it_gets_its_adapters_back_is_replaced(tmp_path: Path) -> None:
+    async def test() -> None:
+        patience = Patience(ask_every_s=0.001, stalled_after_s=0.2, given_up_after_s=0.2)
+        attempts: list[int] = []
+        async with served(tmp_path / "m", patience=patience) as (supervisor, client):
+
+            async def restore() -> None:
+                attempts.append(pid_of(supervisor))
+                if len(attempts) == 1:
+                    client.submit([submit("bad", [engines.HANG])])
+                    await asyncio.Event().wait()
+
+            supervisor.restore = restore
+            os.kill(pid_of(supervisor), signal.SIGKILL)
+            await supervisor.until(EngineStatus.RESTARTING)
+            await supervisor.until(EngineStatus.READY)
+            assert len(set(attempts)) == 2
+
+    run(test)
+
+
+def test_a_restart_says_where_its_time_went(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with served(tmp_path) as (supervisor, _):
+            os.kill(pid_of(supervisor), signal.SIGKILL)
+            await supervisor.until(EngineStatus.RESTARTING)
+            await supervisor.until(EngineStatus.READY)
+
+    run(test)
+    (record,) = [record for record in caplog.records if "ready again" in record.message]
+    times = getattr(record, FIELDS)
+    parts = [times[name] for name in ("before_s", "process_s", "build_s", "restore_s")]
+    assert min(parts) >= 0
+    assert sum(parts) == pytest.approx(times["down_s"], abs=0.03)
+
+
+def test_pauses_between_restarts_are_bounded() -> None:
+    assert [pause_s(failures) for failures in range(1, 8)] == [0.0, 0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
+    assert pause_s(10_000) == 4.0
 
 
 def test_a_question_that_ends_typed_does_not_end_the_watch(
@@ -228,10 +286,10 @@ def test_an_engine_that_does_not_answer_is_not_ready_until_it_does(tmp_path: Pat
         patience = Patience(ask_every_s=0.001, stalled_after_s=0.05, given_up_after_s=3600)
         async with served(tmp_path / "m", patience=patience) as (supervisor, client):
             group = client.submit([submit("a", [engines.HANG, 1], max_tokens=2)])
-            await supervisor.until(EngineState.STALLED)
+            await supervisor.until(EngineStatus.STALLED)
             assert not supervisor.ready
             (tmp_path / "go").touch()
-            await supervisor.until(EngineState.READY)
+            await supervisor.until(EngineStatus.READY)
             assert (await read_all(group))[0] == [engines.HANG, 1]
             assert supervisor.restarts == 0
 
@@ -245,7 +303,7 @@ def test_an_engine_that_never_answers_again_is_replaced(tmp_path: Path) -> None:
             first = supervisor.pid
             group = client.submit([submit("a", [engines.HANG, 1])])
             assert (await read_all(group))[1].code == "engine_died"
-            await supervisor.until(EngineState.READY)
+            await supervisor.until(EngineStatus.READY)
             assert supervisor.pid != first
 
     run(test)
@@ -260,7 +318,7 @@ def test_engine_and_worker_die_together_and_others_serve(tmp_path: Path, victim:
             assert isinstance((await group.read())[0][1], Tokens)
             os.kill(engine.pid if victim == "engine" else worker.pid, signal.SIGKILL)
             assert (await read_all(group))[1].code == "engine_died"
-            await supervisor.until(EngineState.READY)
+            await supervisor.until(EngineStatus.READY)
             await asyncio.to_thread(until_gone, engine, worker)
             assert supervisor.info["worker"] != worker.pid
             second = psutil.Process(supervisor.info["worker"])
@@ -280,14 +338,14 @@ def test_stopping_ends_the_process_and_what_was_open(tmp_path: Path) -> None:
             await supervisor.stop()
             assert [m.code for _, m in await group.read()] == ["shutting_down"]  # type: ignore[union-attr]
             assert not process.is_running()
-            assert supervisor.state is EngineState.STOPPED
+            assert supervisor.state is EngineStatus.STOPPED
 
     run(test)
 
 
 def test_an_engine_that_is_asked_to_end_ends_in_order(tmp_path: Path) -> None:
     async def test() -> None:
-        child = await Child.start(MODULE)
+        child = await Child.start(MODULE, "the engine's process")
         config = EngineConfig(model="m", images_dir=str(tmp_path))
         await child.send(EngineStart(config, f"ipc://{tmp_path / 's'}", engines.ECHO))
         assert isinstance(await child.receive(REPORT_DECODER), EngineReady)
@@ -313,6 +371,7 @@ import asyncio, os, sys
 sys.path[:0] = sys.argv[2:]
 from loraplex.config import EngineConfig
 from loraplex.process.client import EngineClient
+from loraplex.process.logs import FIELDS
 from loraplex.process.supervisor import EngineSupervisor
 
 async def main():

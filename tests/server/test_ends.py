@@ -153,7 +153,7 @@ def test_a_killed_loader_fails_the_load_in_hand_and_nothing_else(tmp_path: Path)
             server = psutil.Process(client.server.process.pid)
             (loader,) = [
                 child for child in server.children()
-                if "spawn_main" in " ".join(child.cmdline())
+                if "loraplex.adapters.prepare_process" in " ".join(child.cmdline())
             ]  # fmt: skip
             stream = await client.stream([70, 71], 400)
             await anext(stream)

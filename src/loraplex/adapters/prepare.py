@@ -56,9 +56,10 @@ def prepare_adapter(path: str | os.PathLike[str], base: BaseModel, store: ImageS
 
     Raises a `CallerError` of the `adapter_*` codes; then nothing was stored.
     """
-    artifact = load_adapter(path, base.modules, base.tensors, served=base.dtype, facts=base.facts)
+    tensors = base.tensors
+    artifact = load_adapter(path, base.modules, tensors, served=base.dtype, facts=base.facts)
     require_executable(artifact, EXECUTABLE)
-    image = to_image(artifact, base.geometry, base.dtype, base.abi, base.tensors)
+    image = to_image(artifact, base.geometry, base.dtype, base.abi, tensors)
     store.put(image)
     return PreparedAdapter(
         identity=identify(artifact, base.abi),

@@ -1,7 +1,8 @@
-"""Adapter preparation in a process of its own, so that reading and hashing never hold up an event loop or a step.
+"""Adapter preparation in processes of its own, so that reading and hashing never hold up an event loop or a step.
 
-Niced children, spawned on first use; they die with their parent and leave the terminal's interrupt to it. A child that
-dies is replaced and the preparation in hand begun again, once; then it fails with a typed error.
+A child is started for its first preparation and prepares one adapter after the other. One that dies is replaced and the
+preparation in hand begun again, once; then it fails with a typed error. A preparation that takes longer than its bound,
+or whose caller is gone, ends with its child, and the next one starts another.
 
 One child reads what is on this machine. What must be downloaded has others, each with one preparation at a time, so that a
 remote source that answers slowly, or never, holds up neither local folders nor, until there are many, other downloads.
@@ -12,131 +13,143 @@ Specification: rulings "Loading", "Processes".
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
-import multiprocessing
 import os
-import signal
-import sys
 from collections.abc import Collection
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from loraplex.adapters.prepare import PreparedAdapter, prepare_source
+import msgspec
+
+from loraplex.adapters.prepare import PreparedAdapter
+from loraplex.adapters.prepare_process import PrepareAsk, Prepared, PrepareOrder, PrepareReady
 from loraplex.build.base_model import BaseModel
 from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder, has_content
 from loraplex.catalog.sources import is_remote
-from loraplex.core.errors import CapacityError, ErrorCode, InternalFault
-from loraplex.core.limits import MAX_DOWNLOADS
-from loraplex.images.disk_store import ImageStore
+from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault
+from loraplex.core.limits import (
+    MAX_DOWNLOADS,
+    MAX_PREPARE_REMOTE_S,
+    MAX_PREPARE_S,
+    MIN_PREPARE_BYTES,
+    PREPARE_MEMORY_SHARE,
+)
+from loraplex.process.child import Child
+from loraplex.process.pipe import Failed, PipeClosed
 
 _log: Final = logging.getLogger(__name__)
+MODULE: Final = "loraplex.adapters.prepare_process"
 ATTEMPTS: Final = 2
 """Children that a preparation may cost: one that dies of something else is not the adapter's fault."""
-_NICE = 10
-_PR_SET_PDEATHSIG = 1
-
-_base: BaseModel | None = None
-_store: ImageStore | None = None
-_artifacts: ArtifactStore | None = None
-
-
-def _begin(base: BaseModel, images_dir: str, artifacts_dir: str, artifacts_bytes: int) -> None:
-    """Runs once in the child: what every preparation needs lies in its globals."""
-    global _base, _store, _artifacts
-    for signum in (signal.SIGINT, signal.SIGTERM):  # to a whole group they are the parent's to act on
-        signal.signal(signum, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.nice(_NICE)
-    _base, _store, _artifacts = base, ImageStore(images_dir), ArtifactStore(artifacts_dir, artifacts_bytes)
-
-
-def _prepare(source: str, content: str | None) -> PreparedAdapter:
-    if _base is None or _store is None or _artifacts is None:
-        raise InternalFault(ErrorCode.INTERNAL, "the preparation process was not set up")
-    return prepare_source(source, _base, _store, _artifacts, content)
+_greeting: Final[msgspec.msgpack.Decoder[PrepareReady | Failed]] = msgspec.msgpack.Decoder(
+    PrepareReady | Failed
+)
+_answers: Final[msgspec.msgpack.Decoder[Prepared | Failed]] = msgspec.msgpack.Decoder(Prepared | Failed)
 
 
 def _ending() -> CapacityError:
     return CapacityError(ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one")
 
 
-class _Child:
+def memory_bound() -> int:
+    """Bytes that one preparation may hold on this machine."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(MIN_PREPARE_BYTES, int(machine * PREPARE_MEMORY_SHARE))
+
+
+class _Preparer:
     """One child process, which prepares one adapter after the other."""
 
-    def __init__(self, arguments: tuple[BaseModel, str, str, int]) -> None:
-        """arguments: of `_begin`."""
-        self._arguments = arguments
-        self._pool: ProcessPoolExecutor | None = None
-        self._pid: Future[int] | None = None
-        self._closed = False
+    def __init__(self, order: PrepareOrder, bound_s: float) -> None:
+        """bound_s: how long one preparation may take."""
+        self.bound_s = bound_s
         self.waiting = 0
+        self._order = order
+        self._child: Child | None = None
+        self._turn = asyncio.Lock()
+        self._closed = False
 
     @property
-    def pool(self) -> ProcessPoolExecutor | None:
-        """Its executor, None before its first preparation."""
-        return self._pool
+    def pid(self) -> int | None:
+        """Process id of the child, None before its first preparation and between two children."""
+        return None if self._child is None else self._child.pid
 
     async def prepare(self, source: str, content: str | None) -> PreparedAdapter:
-        """`prepare_source` in the child. Raises what it raises; `adapter_load_failed` when children died of it,
-        `shutting_down` when it was closed.
+        """`prepare_source` in the child.
+
+        Raises what it raises; `adapter_load_failed` when children died of it, `adapter_too_costly` when it took too
+        long, `shutting_down` when it was closed.
         """
         self.waiting += 1
         try:
-            return await self._prepare(source, content)
+            async with self._turn:
+                return await self._prepare(source, content)
         finally:
             self.waiting -= 1
 
     async def _prepare(self, source: str, content: str | None) -> PreparedAdapter:
         for _ in range(ATTEMPTS):
-            pool = self._spawned()
+            if self._closed:
+                raise _ending()
             try:
-                return await self._in_child(pool, source, content)
-            except BrokenProcessPool:
-                if self._pool is pool:
-                    self._pool = None
-                pool.shutdown(wait=False)
-                if self._closed:
-                    raise _ending() from None
-                _log.warning("the process that prepared %r died", source)
+                async with asyncio.timeout(self.bound_s):
+                    answer = await self._ask(PrepareAsk(os.fsencode(source), content))
+            except PipeClosed:
+                await self._drop()
+                if not self._closed:
+                    _log.warning("the process that prepared %r died", source)
+            except TimeoutError:
+                await self._drop()
+                raise CallerError(
+                    ErrorCode.ADAPTER_TOO_COSTLY,
+                    f"{source!r} was not prepared within {self.bound_s:g} s, the limit, and its preparation was ended; "
+                    "give an adapter with fewer tensors, or try again when the machine is less busy",
+                ) from None
+            except BaseException:
+                await self._drop()  # whoever asked is gone, or an answer cannot be read
+                raise
+            else:
+                if isinstance(answer, Failed):
+                    raise answer.error
+                return answer
+        if self._closed:
+            raise _ending()
         raise InternalFault(
             ErrorCode.ADAPTER_LOAD_FAILED, f"the process that prepared {source!r} died; try again"
         )
 
-    def _spawned(self) -> ProcessPoolExecutor:
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(
-                max_workers=1,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=_begin,
-                initargs=self._arguments,
-            )
-            self._pid = self._pool.submit(os.getpid)
-        return self._pool
+    async def _ask(self, ask: PrepareAsk) -> PreparedAdapter | Failed:
+        if self._child is None:
+            await self._start()
+        child = self._child
+        if child is None:
+            raise PipeClosed
+        await child.send(ask)
+        answer = await child.receive(_answers)
+        return answer.adapter if isinstance(answer, Prepared) else answer
 
-    async def _in_child(self, pool: ProcessPoolExecutor, source: str, content: str | None) -> PreparedAdapter:
-        try:
-            return await asyncio.wrap_future(pool.submit(_prepare, source, content))
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise _ending() from None  # `close` withdrew what the child had not begun
+    async def _start(self) -> None:
+        child = self._child = await Child.start(MODULE, "the preparation process")
+        if self._closed:
+            child.kill()
+        await child.greet(self._order, _greeting)
 
-    def close(self) -> None:
-        """End the child at once, with the preparation that it may have in hand; waits for nothing."""
+    async def _drop(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            await child.wait()
+
+    def end(self) -> None:
+        """Kill the child, with the preparation that it may have in hand; nothing is prepared any more."""
         self._closed = True
-        if self._pool is None:
-            return
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._pid is not None and self._pid.done() and not self._pid.cancelled():
-            with suppress(ProcessLookupError, BrokenProcessPool):
-                os.kill(self._pid.result(), signal.SIGKILL)
-        self._pool = None
+        if self._child is not None:
+            self._child.kill()
+
+    async def close(self) -> None:
+        """`end`, and wait for it."""
+        self.end()
+        await self._drop()
 
 
 class PreparePool:
@@ -151,9 +164,9 @@ class PreparePool:
     ) -> None:
         """images_dir: the image store that the engine reads. artifacts_*: store of downloads and its limit."""
         self._artifacts = (str(artifacts_dir or artifacts_folder()), artifacts_bytes)
-        arguments = (base, str(Path(images_dir)), *self._artifacts)
-        self._here = _Child(arguments)
-        self._elsewhere = [_Child(arguments) for _ in range(MAX_DOWNLOADS)]
+        order = PrepareOrder(base, str(Path(images_dir)), *self._artifacts, memory_bound())
+        self._here = _Preparer(order, MAX_PREPARE_S)
+        self._elsewhere = [_Preparer(order, MAX_PREPARE_REMOTE_S) for _ in range(MAX_DOWNLOADS)]
 
     async def __call__(self, source: str, content: str | None = None) -> PreparedAdapter:
         """`prepare_source` in a child. Raises what it raises; `adapter_load_failed` when children died of it."""
@@ -168,7 +181,12 @@ class PreparePool:
         store = ArtifactStore(*self._artifacts)
         return await asyncio.to_thread(store.reclaim, kept, (), store.limit_bytes)
 
-    def close(self) -> None:
-        """End the children at once, with the preparations that they may have in hand; waits for nothing."""
+    def end(self) -> None:
+        """End every preparation at once; none begins any more."""
         for child in (self._here, *self._elsewhere):
-            child.close()
+            child.end()
+
+    async def close(self) -> None:
+        """`end`, and wait for it."""
+        for child in (self._here, *self._elsewhere):
+            await child.close()

@@ -2,7 +2,7 @@
 
 Owns reading these files, of which none is needed; each is bounded and read as data. Decides nothing about their use
 (`text.codecs` does). No digest covers them: they change what a request asks, never what an artifact computes.
-Specification: DESIGN 4 "Text".
+Specification: rulings "Text".
 """
 
 from __future__ import annotations

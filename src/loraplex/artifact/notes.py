@@ -1,6 +1,6 @@
 """What is said about an adapter that is served all the same: registration, `verify` and its JSON show it.
 
-Specification: DESIGN 4 "Errors" (nothing is ignored without a word).
+Specification: rulings "Errors" (nothing is ignored without a word).
 """
 
 from __future__ import annotations

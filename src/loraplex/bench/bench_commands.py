@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 
 from loraplex.bench.output import check_outputs, write_output
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.process.activity import activity
 
 bench_app = App(name="bench", help="Measurements beside the peers that are installed.")
 
@@ -28,7 +29,8 @@ def http(*, clients: int = 64, tokens: int = 2000, rounds: int = 3, json: Path |
     from loraplex.bench.http import run_http
 
     check_outputs(json)
-    rows = run_http(clients, tokens, rounds, print)
+    with activity() as tell:
+        rows = run_http(clients, tokens, rounds, tell)
     for row in rows:
         print(
             f"{row.case:8} {row.tokens_a_second:9,.0f} tokens/s {row.chunks_a_second:9,.0f} chunks/s "
@@ -96,14 +98,13 @@ def decode(
             param="profile",
         )
     if model is None:
-        from loraplex.model.gguf import ensure_demo_model
-
-        model = ensure_demo_model()
+        model = _demo_model()
     options = DecodeOptions(
         model, tuple(_pair(text) for text in adapter), device=device, dtype=dtype, repeats=repeats, peer=peer,
         rank=rank, mixed=rank > 0, vllm=vllm,
     )  # fmt: skip
-    rows = run_decode(options, print)
+    with activity() as tell:
+        rows = run_decode(options, tell)
     lines = [HEAD, *table(rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEAD))]
     for line in lines:
@@ -136,7 +137,8 @@ def identity(
         raise CallerError(ErrorCode.CONFIG_INVALID, "every number must be at least 1")
     check_outputs(json)
     options = IdentityOptions(mib, registrations, names, repeats)
-    rows = run_identity(options, print)
+    with activity() as tell:
+        rows = run_identity(options, tell)
     for row in rows:
         print(line(row))
     if json is not None:
@@ -194,14 +196,13 @@ def load(
 
             model, load_format = write_shape(LLAMA_8B, Path(name)), "dummy"
         elif model is None:
-            from loraplex.model.gguf import ensure_demo_model
-
-            model = ensure_demo_model()
+            model = _demo_model()
         options = LoadOptions(
             model, device=device, dtype=dtype, ranks=ranks, repeats=repeats, cold=cold, running=running, burst=burst,
             pool_gb=pool_gb, load_format=load_format,
         )  # fmt: skip
-        measured = run_load(options, print)
+        with activity() as tell:
+            measured = run_load(options, tell)
     for line in table(measured.stages):
         print(" | ".join(line))
     first, last = measured.latencies
@@ -216,7 +217,8 @@ def load(
 def _device_decode(repeats: int, profile: bool, only: tuple[int, ...], json: Path | None) -> None:
     from loraplex.bench.engine_decode import device_table, run_device_decode
 
-    record = run_device_decode(repeats, profile, only, print)
+    with activity() as tell:
+        record = run_device_decode(repeats, profile, only, tell)
     for line in device_table(record):
         print(line)
     if json is not None:
@@ -236,7 +238,8 @@ def step(*, steps: int = 200, json: Path | None = None) -> None:
     if steps < 1:
         raise CallerError(ErrorCode.CONFIG_INVALID, f"steps must be at least 1, got {steps}", param="steps")
     check_outputs(json)
-    rows = run_steps(steps)
+    with activity() as tell:
+        rows = run_steps(steps, tell)
     parts = list(rows[0].parts_ms)
     head = f"{'running':>8} {'waiting':>8} {'adapters':>9} {'step ms':>9} {'p99 ms':>8} {'plan ms':>8}"
     print(head + "".join(f" {part:>8}" for part in parts))
@@ -284,6 +287,14 @@ def ops(
     from loraplex.bench.operator_report import operator_bench
 
     operator_bench(device, dtype, batch, rank, family, repeats, json, plot)
+
+
+def _demo_model() -> Path:
+    from loraplex.model.gguf import ensure_demo_model
+    from loraplex.model.progress import terminal_progress
+
+    with terminal_progress() as progress:
+        return ensure_demo_model(progress)
 
 
 def _pair(text: str) -> tuple[str, Path]:

@@ -13,7 +13,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -93,10 +93,13 @@ def run_decode(options: DecodeOptions, report: Callable[[str], None]) -> list[De
         if options.rank:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loraplex-bench-")))
             adapters = _synthetic(options, folder)
+        report(f"loading {Ours.name}")
         ours = Ours(options.model, adapters, options.device, options.dtype)
-        engines: list[Engine] = [ours, *_peers(options, adapters)]
-        for engine in engines:
-            stack.callback(engine.close)
+        stack.callback(ours.close)
+        engines: list[Engine] = [ours]
+        for peer in _peers(options, adapters, report):
+            stack.callback(peer.close)
+            engines.append(peer)
         cases = _cases(options, len(adapters))
         turns = _measure(options, cases, engines, ours.vocab, report)
     return [
@@ -124,15 +127,18 @@ def _synthetic(options: DecodeOptions, folder: Path) -> tuple[tuple[str, Path], 
     )
 
 
-def _peers(options: DecodeOptions, adapters: Sequence[tuple[str, Path]]) -> list[Engine]:
-    peers: list[Engine] = []
+def _peers(
+    options: DecodeOptions, adapters: Sequence[tuple[str, Path]], report: Callable[[str], None]
+) -> Iterator[Engine]:
+    """Each once it is loaded, so that what is loaded is let go of whatever the next one does."""
     if options.peer:
-        peers.append(Peft(options.model, adapters, options.device, options.dtype))
+        report(f"loading {Peft.name}")
+        yield Peft(options.model, adapters, options.device, options.dtype)
     if options.vllm is not None:
         positions = 4 * (options.prompt_tokens + options.new_tokens)
         dtype = "bfloat16" if options.dtype == "auto" else options.dtype
-        peers.append(Vllm(options.vllm, options.model, adapters, dtype, 64, positions))
-    return peers
+        report(f"loading {Vllm.name}")
+        yield Vllm(options.vllm, options.model, adapters, dtype, 64, positions)
 
 
 def _cases(options: DecodeOptions, have: int) -> list[DecodeCase]:
@@ -167,6 +173,8 @@ def _measure(
             for engine in engines:
                 if case.mixed and engine.name == Vllm.name:
                     continue  # its target is a static batch
+                turn = f"turn {repeat} of {options.repeats}" if repeat else "warming up"
+                report(f"{turn}: {engine.name}, {case.name}")
                 started, used = time.perf_counter(), engine.cpu_seconds()
                 tokens = engine.generate(work)
                 wall, cpu = time.perf_counter() - started, engine.cpu_seconds() - used

@@ -368,6 +368,7 @@ def run_device_decode(
     import torch
 
     started = time.perf_counter()
+    report("starting the engine")
     with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as name:
         folder = write_shape(SHAPE, Path(name))
         config = EngineConfig(
@@ -385,6 +386,7 @@ def run_device_decode(
             if index and case.cold and not chosen[index - 1].cold:  # an engine that loads as a server does
                 bench.close()
                 bench = DeviceBench(config, PROMPT_TOKENS, NEW_TOKENS, stored=True)
+            report(f"measuring {case.name}")
             profiled = profile and CASES.index(case) in PROFILED
             row = bench.measure(case, repeats, rate)
             rows.append(asdict(row) | {"of_roofline": row.of_roofline})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from typing import Any, Final, Protocol
 
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.request import SamplingParams
+from loraplex.process.child import BlockingChild, describe_exit
+from loraplex.process.pipe import PipeClosed
 
 STATIC_BATCH: Final = 16
 """Requests that transformers + PEFT runs at once."""
@@ -137,9 +138,13 @@ class Peft:
         model: Any = self._tuned if tuned else self._base
         with torch.inference_mode():
             model.generate(
-                input_ids=ids.to(self._device), attention_mask=mask.to(self._device), do_sample=False,
-                max_new_tokens=count, min_new_tokens=count, **extra,
-            )  # fmt: skip
+                input_ids=ids.to(self._device),
+                attention_mask=mask.to(self._device),
+                do_sample=False,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                **extra,
+            )
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -152,60 +157,59 @@ class Vllm:
     name = "vllm"
 
     def __init__(
-        self, python: Path, model: Path, adapters: Sequence[tuple[str, Path]], dtype: str, requests: int, positions: int
-    ) -> None:  # fmt: skip
+        self,
+        python: Path,
+        model: Path,
+        adapters: Sequence[tuple[str, Path]],
+        dtype: str,
+        requests: int,
+        positions: int,
+    ) -> None:
         common = {"model": str(model), "dtype": dtype, "requests": requests, "positions": positions}
-        self._base = self._start(python, {**common, "adapters": [], "max_rank": 0})
-        self._tuned: subprocess.Popen[str] | None = None
-        if adapters:
-            named = [[name, str(path.absolute())] for name, path in adapters]
-            rank = max(_rank(path) for _, path in adapters)
-            self._tuned = self._start(python, {**common, "adapters": named, "max_rank": rank})
+        self._children: list[BlockingChild] = []
+        try:
+            self._start(python, {**common, "adapters": [], "max_rank": 0})
+            if adapters:
+                named = [[name, str(path.absolute())] for name, path in adapters]
+                rank = max(_rank(path) for _, path in adapters)
+                self._start(python, {**common, "adapters": named, "max_rank": rank})
+        except BaseException:
+            self.close()
+            raise
 
     def generate(self, work: Work) -> int:
         """See `Engine.generate`."""
         tuned = any(index is not None for index in work.adapters)
-        child = self._tuned if tuned and self._tuned is not None else self._base
+        child = self._children[-1 if tuned else 0]
         wanted = {"prompts": work.prompts, "adapters": work.adapters, "new_tokens": work.new_tokens}
         return int(self._ask(child, wanted)["tokens"])
 
     def cpu_seconds(self) -> float:
         """See `Engine.cpu_seconds`."""
-        return sum(tree_cpu_seconds(child.pid) for child in (self._base, self._tuned) if child is not None)
+        return sum(tree_cpu_seconds(child.pid) for child in self._children)
 
     def close(self) -> None:
         """See `Engine.close`."""
-        for child in (self._base, self._tuned):
-            if child is not None:
-                assert child.stdin is not None
-                child.stdin.close()
-                child.wait()
+        for child in self._children:
+            child.stop()
 
-    def _start(self, python: Path, options: dict[str, Any]) -> subprocess.Popen[str]:
+    def _start(self, python: Path, options: dict[str, Any]) -> None:
         script = Path(__file__).with_name("vllm_peer.py")
-        child = subprocess.Popen(
-            [str(python), str(script), json.dumps(options)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-        self._read(child)
-        return child
-
-    def _ask(self, child: subprocess.Popen[str], wanted: dict[str, Any]) -> dict[str, Any]:
-        assert child.stdin is not None
-        child.stdin.write(json.dumps(wanted) + "\n")
-        child.stdin.flush()
-        return self._read(child)
+        child = BlockingChild.start_script(python, script, "the vLLM process")
+        self._children.append(child)
+        self._ask(child, options)
 
     @staticmethod
-    def _read(child: subprocess.Popen[str]) -> dict[str, Any]:
-        assert child.stdout is not None
-        line = child.stdout.readline()
-        if not line:
+    def _ask(child: BlockingChild, wanted: dict[str, Any]) -> dict[str, Any]:
+        try:
+            child.send_bytes(json.dumps(wanted).encode())
+            answer: dict[str, Any] = json.loads(child.receive_bytes())
+        except PipeClosed:
+            how = describe_exit(child.ended())
             raise CallerError(
                 ErrorCode.CONFIG_INVALID,
-                f"the vLLM process ended with status {child.wait()}; run bench/vllm_peer.py by hand to see why",
-            )
-        answer: dict[str, Any] = json.loads(line)
+                f"the vLLM process ended ({how}); load the model with vLLM by hand to see why",
+            ) from None
         return answer
 
 

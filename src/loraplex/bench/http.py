@@ -13,8 +13,6 @@ import asyncio
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,9 +21,13 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
+from loraplex.bench.http_target import TARGET_ANSWERS, TargetOrder
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.process.child import BlockingChild
 
 MODULE: Final = "loraplex.bench.http_target"
+STOP_GRACE_S: Final = 20.0
+"""A whole server ends its engine first."""
 PACE: Final = 40
 """Steps a second of the paced engine."""
 _CASES: Final = {"bare": ("bare", None), "flooded": ("whole", None), "paced": ("whole", PACE)}
@@ -51,6 +53,7 @@ def run_http(clients: int, tokens: int, rounds: int, say: Callable[[str], object
     for number in range(1, rounds + 1):
         for case, (kind, pace) in _CASES.items():
             size = tokens if pace is None else min(tokens, 10 * pace)
+            say(f"round {number} of {rounds}: starting the {case} server")
             with _server(kind, size, pace) as (port, pid):
                 asyncio.run(_load(case, port, pid, clients, min(size, 50)))  # warms caches
                 row = asyncio.run(_load(case, port, pid, clients, size))
@@ -78,16 +81,12 @@ def _server(kind: str, tokens: int, pace: int | None) -> Iterator[tuple[int, int
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
-    command = [sys.executable, "-m", MODULE, kind, str(port), str(tokens)]
-    environment = {**os.environ, "LORAPLEX_BENCH_STEPS": str(pace or 0)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            for line in process.stdout or ():
-                if "ready on" in line:
-                    break
-            yield port, process.pid
-        finally:
-            process.terminate()
+    child = BlockingChild.start(MODULE, "the measured server")
+    try:
+        child.greet(TargetOrder(kind, port, tokens, pace), TARGET_ANSWERS)
+        yield port, child.pid
+    finally:
+        child.stop(STOP_GRACE_S)
 
 
 def _used_s(pid: int) -> float:

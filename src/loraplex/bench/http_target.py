@@ -1,8 +1,8 @@
-"""The servers that `bench http` compares, each a process: `python -m loraplex.bench.http_target bare|whole PORT TOKENS`.
+"""The servers that `bench http` compares, each a child process of it.
 
 `bare` is a granian application that sends made chunks and does nothing else. `whole` is the shipping server, text and
-all, over an engine process without a model. LORAPLEX_BENCH_STEPS is how many steps a second that engine makes, each a
-token for every request; without it, as many as it can.
+all, over an engine process without a model. Steps a second are that engine's, each a token for every request; without a
+number, as many as it can.
 
 Never measures anything itself. Specification: rulings "Dependencies".
 """
@@ -12,14 +12,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
+import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from loraplex.config import EngineConfig, ServeConfig
@@ -36,6 +39,9 @@ from loraplex.core.messages import (
     Tokens,
 )
 from loraplex.core.ports import Clock, EventSink, Mailbox
+from loraplex.process.child import END_SIGNAL
+from loraplex.process.parent import Parent, run_child
+from loraplex.process.pipe import Failed
 from loraplex.server.announce import Announcer
 from loraplex.server.app import create_app
 from loraplex.server.listen import Listener, Receive, Send
@@ -49,12 +55,31 @@ CHUNK: Final = (
 """As long as a chunk of the whole server."""
 VOCAB: Final = 997
 STEPS: Final = "LORAPLEX_BENCH_STEPS"
+BUILDER: Final = "loraplex.bench.http_target:build_fountain"
 _CONFIG: Final = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": 16,
     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
     "max_position_embeddings": 1 << 20, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
     "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "eos_token_id": 2,
 }  # fmt: skip
+
+
+class TargetOrder(msgspec.Struct, frozen=True):
+    """Which server to be. kind: bare or whole. tokens: of a bare stream. steps: a second, of a whole server's engine."""
+
+    kind: str
+    port: int
+    tokens: int
+    steps: int | None
+
+
+class TargetReady(msgspec.Struct, frozen=True, tag=True):
+    """The server takes requests."""
+
+
+TARGET_ANSWERS: Final[msgspec.msgpack.Decoder[TargetReady | Failed]] = msgspec.msgpack.Decoder(
+    TargetReady | Failed
+)
 
 
 @dataclass
@@ -126,7 +151,7 @@ def model_folder(folder: Path) -> Path:
     return folder
 
 
-async def bare(port: int, tokens: int) -> None:
+async def bare(parent: Parent, order: TargetOrder) -> None:
     """Serve made chunks until ended."""
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
@@ -135,32 +160,50 @@ async def bare(port: int, tokens: int) -> None:
         await receive()
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for _ in range(tokens):
+        for _ in range(order.tokens):
             await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
-    await Listener(app, "127.0.0.1", port).start()
-    sys.stdout.write("ready on\n")
-    sys.stdout.flush()
-    await asyncio.Event().wait()
+    end = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(END_SIGNAL, end.set)
+    await Listener(app, "127.0.0.1", order.port).start()
+    parent.send(TargetReady())
+    await end.wait()
 
 
-def main() -> int:
-    """Serve until told to stop."""
-    kind, port, tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    if kind == "bare":
-        asyncio.run(bare(port, tokens))
+class _Announcer(Announcer):
+    """Tells the parent, and nobody else, that the server is ready."""
+
+    def __init__(self, config: ServeConfig, parent: Parent) -> None:
+        super().__init__(config, sys.stderr)
+        self._parent = parent
+
+    def say(self, text: str) -> None:
+        """Nobody reads it."""
+
+    def ready(self, url: str, base_name: str, aliases: Sequence[str], chat: bool) -> None:
+        """Requests may come."""
+        self._parent.send(TargetReady())
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    """The server ends as an operator would end it."""
+    signal.raise_signal(signal.SIGTERM)
+
+
+def run(parent: Parent, order: TargetOrder) -> int:
+    """Serve until told to end."""
+    if order.kind == "bare":
+        asyncio.run(bare(parent, order))
         return 0
+    signal.signal(END_SIGNAL, _end)
+    os.environ[STEPS] = str(order.steps or 0)  # the engine's process inherits it
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work)
-        config = ServeConfig(model=str(model_folder(folder)), port=port, log_level="error")
-        builder = (
-            f"{build_fountain.__module__.replace('__main__', 'loraplex.bench.http_target')}:build_fountain"
-        )
-        return asyncio.run(
-            serve(config, folder, "tiny", folder / "images", create_app, Announcer(config), builder)
-        )
+        config = ServeConfig(model=str(model_folder(folder)), port=order.port, log_level="error")
+        announcer = _Announcer(config, parent)
+        return asyncio.run(serve(config, folder, "tiny", folder / "images", create_app, announcer, BUILDER))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(TargetOrder, run))

@@ -73,9 +73,11 @@ def run_identity(options: IdentityOptions, say: Callable[[str], None]) -> list[R
     with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as name:
         folder = Path(name)
         say(f"making an adapter of {options.mib} MiB")
+        say("verifying, hashing and loading it")
         rows = _loading(folder, options)
-        say(f"publishing {options.registrations} revisions, looking up {options.names} names")
+        say(f"publishing {options.registrations} revisions")
         rows += _publishing(folder, options)
+        say(f"looking up {options.names} names")
         rows += _looking_up(options)
     return rows
 

@@ -105,12 +105,14 @@ class LoadReport:
 def run_load(options: LoadOptions, report: Callable[[str], None]) -> LoadReport:
     """Measure one adapter by stage, many at once, a swap under load, and what loads cost those who run."""
     with ExitStack() as held:
+        report("starting the engine")
         bench = Bench(options, held)
         rows: list[LoadRow] = []
         rate = copy_rate(COPY_BYTES)
         report(f"copy rate: {rate / 1e9:.1f} GB/s, one thread")
         for targets in options.targets:
             for rank in options.ranks:
+                report(f"measuring rank {rank} on {targets}")
                 rows += _stages(bench, options, rank, targets, rate)
                 report(
                     f"rank {rank} on {targets}: "
@@ -125,6 +127,7 @@ def _many(bench: Bench, options: LoadOptions, report: Callable[[str], None]) -> 
     """Adapters of rank 16 on q, k, v, o: 27 MB each at 8B shapes."""
     with tempfile.TemporaryDirectory(prefix="loraplex-adapter-") as name:
         register = _prepare(bench, write_adapter(Path(name), bench.base, 16, TARGETS["q,k,v,o"]))
+    report(f"measuring {options.burst} cold adapters at once")
     burst = measure_burst(bench, register, options.burst)
     report(
         f"{burst.adapters} cold adapters of {burst.image_bytes / 1e6:.1f} MB at once: {1e3 * burst.seconds:.0f} ms, "

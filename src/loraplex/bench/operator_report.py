@@ -25,6 +25,7 @@ from loraplex.bench.plot import document
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.limits import MAX_RANK
 from loraplex.ops.dispatch import FAMILIES, TRITON
+from loraplex.process.activity import activity
 
 
 def operator_bench(
@@ -48,7 +49,8 @@ def operator_bench(
         device=device, dtype=dtype, batches=tuple(batches) or BATCHES, families=tuple(families), repeats=repeats,
         ranks=tuple(_ranks(text) for text in ranks) or RANKS,
     )  # fmt: skip
-    rows, rate = run_ops(options, print)
+    with activity() as tell:
+        rows, rate = run_ops(options, tell)
     for text in summary(rows):
         print(text)
     if json_file is not None:

@@ -128,6 +128,7 @@ class OpOptions:
 def run_ops(options: OpOptions, report: Callable[[str], None]) -> tuple[list[OpRow], float]:
     """Every row, and the copy rate in bytes a second. report: called with each row's line."""
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    report("building the kernels")
     report(warm_up(device))
     rate = copy_rate(device)
     report(f"copy rate {rate / 1e9:.1f} GB/s")
@@ -135,6 +136,7 @@ def run_ops(options: OpOptions, report: Callable[[str], None]) -> tuple[list[OpR
     slow: set[tuple[str, str, str, int]] = set()
     with torch.inference_mode():
         for case in cases(options):
+            report(f"{case.workload}, {case.batch} rows, rank {'/'.join(map(str, case.ranks))}")
             for row in _measure(case, options, device, dtype, rate, slow):
                 rows.append(row)
                 report(line(row))

@@ -178,9 +178,15 @@ CASES: Final = ((64, 0, 0), (256, 2000, 0), (256, 2000, 64), (256, 2000, 256))
 """(running, waiting, adapters)."""
 
 
-def run_steps(steps: int, cases: Sequence[tuple[int, int, int]] = CASES) -> list[StepRow]:
-    """One row a case."""
-    return [StepBench(running, waiting, adapters, steps).measure() for running, waiting, adapters in cases]
+def run_steps(
+    steps: int, tell: Callable[[str], None], cases: Sequence[tuple[int, int, int]] = CASES
+) -> list[StepRow]:
+    """One row a case. tell: called with what begins."""
+    rows = []
+    for running, waiting, adapters in cases:
+        tell(f"{running} running, {waiting} waiting, {adapters} adapters")
+        rows.append(StepBench(running, waiting, adapters, steps).measure())
+    return rows
 
 
 def as_json(rows: Sequence[StepRow], steps: int) -> str:

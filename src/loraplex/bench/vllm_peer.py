@@ -1,30 +1,47 @@
-"""A vLLM engine as a child process: generates what it is told and answers how long that took, one JSON object a line.
+"""A vLLM engine as a child process: generates what it is told and answers how long that took.
 
-Runs under another interpreter, the one that vLLM is installed in, and so imports nothing of ours. Arguments: one JSON
-object (model, dtype, adapters as [name, folder] pairs, max_rank, requests, positions). Then each line of standard input is
-{"prompts": [[token ids]], "adapters": [index or null], "new_tokens": [n]} and is answered with {"seconds", "tokens"}.
+Runs under another interpreter, the one that vLLM is installed in, and so imports nothing of ours. Frames of JSON cross its
+pipes as `process/pipe.py` says. The first is {model, dtype, adapters as [name, folder] pairs, max_rank, requests,
+positions}, answered with {"ready"} once the engine is loaded. Then each is {"prompts": [[token ids]], "adapters": [index or
+null], "new_tokens": [n]} and is answered with {"seconds", "tokens"}.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import struct
 import sys
+import time
+from typing import Any, BinaryIO
 
-_FOLDER = os.path.dirname(os.path.abspath(__file__))
-sys.path[:] = [path for path in sys.path if os.path.abspath(path) != _FOLDER]  # `http` must be Python's own
+_LENGTH = struct.Struct("<I")
 
-import json  # noqa: E402
-import time  # noqa: E402
-from typing import Any  # noqa: E402
+
+def _read(pipe: BinaryIO) -> dict[str, Any] | None:
+    """The next frame, None when there will be none."""
+    header = pipe.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        return None
+    frame: dict[str, Any] = json.loads(pipe.read(*_LENGTH.unpack(header)))
+    return frame
+
+
+def _write(pipe: BinaryIO, **values: object) -> None:
+    payload = json.dumps(values).encode()
+    pipe.write(_LENGTH.pack(len(payload)) + payload)
+    pipe.flush()
 
 
 def main() -> None:
-    """Load, say so, then answer until standard input ends."""
-    options: dict[str, Any] = json.loads(sys.argv[1])
+    """Load, say so, then answer until there is nobody to answer."""
+    orders, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever the library prints must not mix with answers
+    options = _read(orders)
+    if options is None:
+        return
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    answers = os.fdopen(os.dup(1), "w")  # whatever the library prints must not mix with answers
-    os.dup2(2, 1)
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
     from vllm.lora.request import LoRARequest  # type: ignore[import-not-found, unused-ignore]
 
@@ -35,18 +52,16 @@ def main() -> None:
         else {}
     )
     llm = LLM(
-        model=options["model"], dtype=options["dtype"], max_model_len=options["positions"],
-        max_num_seqs=options["requests"], enable_prefix_caching=False, **lora,
-    )  # fmt: skip
+        model=options["model"],
+        dtype=options["dtype"],
+        max_model_len=options["positions"],
+        max_num_seqs=options["requests"],
+        enable_prefix_caching=False,
+        **lora,
+    )
     requests = [LoRARequest(name, index + 1, folder) for index, (name, folder) in enumerate(adapters)]
-
-    def answer(**values: object) -> None:
-        answers.write(json.dumps(values) + "\n")
-        answers.flush()
-
-    answer(ready=True)
-    for line in sys.stdin:
-        wanted = json.loads(line)
+    _write(answers, ready=True)
+    while (wanted := _read(orders)) is not None:
         prompts = [{"prompt_token_ids": prompt} for prompt in wanted["prompts"]]
         params = [
             SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -57,7 +72,7 @@ def main() -> None:
         started = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False, **extra)
         seconds = time.perf_counter() - started
-        answer(seconds=seconds, tokens=sum(len(o.outputs[0].token_ids) for o in outputs))
+        _write(answers, seconds=seconds, tokens=sum(len(o.outputs[0].token_ids) for o in outputs))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ _CHUNK: Final = 1 << 22
 class BaseModel:
     """modules: adaptable modules. abi: H_base. kv: KV geometry of a page. dtype: element type of factors and KV.
 
-    facts: what adapters' files are held against beside the modules.
+    facts: what adapters' files are held against beside the modules. Plain values, which a preparation's process is told.
     """
 
     spec: DecoderSpec
@@ -41,8 +41,14 @@ class BaseModel:
     abi: str
     kv: KvShape
     dtype: Dtype
-    tensors: BaseTensors | None = None
+    weights: str | None = None
+    """Folder of its weights; None for a dummy base."""
     facts: BaseFacts | None = None
+
+    @property
+    def tensors(self) -> BaseTensors | None:
+        """Its weights, for the methods that need them; a fresh reader, which keeps what it learns of the files."""
+        return None if self.weights is None else CheckpointTensors(self.weights, self.modules)
 
     @property
     def geometry(self) -> PageGeometry:
@@ -101,8 +107,8 @@ def describe_base(
     if abi is None:
         weights = digest({"dummy": True}) if dummy else hash_weights(folder)
         abi = base_identity(spec, modules, weights).digest
-    tensors = None if dummy else CheckpointTensors(folder, modules)
-    return BaseModel(spec, modules, abi, spec.kv_shape(dtype.itemsize, page_tokens), dtype, tensors)
+    kv = spec.kv_shape(dtype.itemsize, page_tokens)
+    return BaseModel(spec, modules, abi, kv, dtype, None if dummy else str(folder))
 
 
 def base_identity(spec: DecoderSpec, modules: BaseModules, weights: str) -> BaseAbi:

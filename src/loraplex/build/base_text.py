@@ -1,6 +1,6 @@
 """What a base's folder says beside its weights, for adapters to be held against: names, commit, tokenizer, companions.
 
-Specification: 0x01G (base identity); DESIGN 4 "Text".
+Specification: 0x01G (base identity); rulings "Text".
 """
 
 from __future__ import annotations

@@ -73,6 +73,7 @@ class ErrorCode(StrEnum):
     ADAPTER_DTYPE_UNSUPPORTED = "adapter_dtype_unsupported"
     ADAPTER_BASE_MISMATCH = "adapter_base_mismatch"
     ADAPTER_TOO_LARGE = "adapter_too_large"
+    ADAPTER_TOO_COSTLY = "adapter_too_costly"
     ADAPTER_LOAD_FAILED = "adapter_load_failed"
     ADAPTER_REVISION_CONFLICT = "adapter_revision_conflict"
     ADAPTER_SOURCE_CHANGED = "adapter_source_changed"
@@ -203,6 +204,7 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.ADAPTER_DTYPE_UNSUPPORTED: _caller(400, "factors are float32, float16 or bfloat16"),
     _E.ADAPTER_BASE_MISMATCH: _caller(400, "the adapter was made for a base of this shape"),
     _E.ADAPTER_TOO_LARGE: _caller(400, "the empty pool could hold the adapter"),
+    _E.ADAPTER_TOO_COSTLY: _caller(400, "an adapter is prepared within its bounds of time and memory"),
     _E.ADAPTER_LOAD_FAILED: _ours("a verified artifact reaches the device unchanged"),
     _E.ADAPTER_REVISION_CONFLICT: _caller(409, "a swap replaces the revision that it expected"),
     _E.ADAPTER_SOURCE_CHANGED: _caller(409, "the source still holds the artifact that the revision names"),

@@ -60,6 +60,14 @@ MAX_SOURCE_CHARS: Final = 4096
 MAX_ACTOR_CHARS: Final = 256
 MAX_DOWNLOADS: Final = 4
 """Remote sources that are read at a time, each by a process of 80 MB."""
+MAX_PREPARE_S: Final = 600.0
+"""How long reading, verifying, hashing and converting one adapter may take: the largest takes a minute of a busy machine."""
+MAX_PREPARE_REMOTE_S: Final = 4 * 3600.0
+"""The same with its download: 16 GiB at a megabyte a second."""
+PREPARE_MEMORY_SHARE: Final = 0.25
+"""Part of the machine's memory that one preparation may hold, beside mapped files."""
+MIN_PREPARE_BYTES: Final = 2 << 30
+"""What it may hold on any machine."""
 
 # Request records
 MAX_REQUEST_RECORDS: Final = 1_000_000

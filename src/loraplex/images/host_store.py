@@ -29,11 +29,6 @@ class HostStore(ImageStore):
         region = self.region()
         self._room = None if region is None else Room(region.memory.size, tuple(self._places.values()))
 
-    @property
-    def room_bytes(self) -> int:
-        """Free bytes of the region."""
-        return 0 if self._room is None else self._room.free_bytes
-
     def adopt(self, image: AdapterImage, threads: PageThreads | None = None) -> Path:
         """See `ImageStore.adopt`; in the region, nothing waits for memory."""
         region, room = self.region(), self._room

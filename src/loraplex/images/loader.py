@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
-import struct
-import subprocess
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +23,8 @@ import msgspec
 from loraplex.core.errors import ErrorCode, LoraplexError
 from loraplex.core.ports import Fetched
 from loraplex.images.disk_store import ImageStore
-from loraplex.process.child import child_command, child_environment, describe_exit, frame
+from loraplex.process.child import BlockingChild, describe_exit
+from loraplex.process.pipe import Failed, PipeClosed
 from loraplex.process.workdir import private_folder, remove_abandoned
 
 _log: Final = logging.getLogger(__name__)
@@ -34,11 +32,9 @@ MODULE: Final = "loraplex.images.loader_process"
 SHARED_MEMORY: Final = Path("/dev/shm")
 HOST_SHARE: Final = 0.25
 """Part of the machine's memory that host images may take unless told otherwise."""
-_LENGTH: Final = struct.Struct("<I")
-_WAIT_MS: Final = 2
+_WAIT_S: Final = 0.002
 _UNANSWERED: Final = 32
 """Fetches that the child has been sent and has not answered: its pipe never fills."""
-_READ_BYTES: Final = 1 << 16
 STOP_GRACE_S: Final = 2.0
 MOST_THREADS: Final = 8
 """Threads of a loader that need not yield: a few move bytes as fast as memory lets them."""
@@ -61,7 +57,7 @@ class LoaderAsk(msgspec.Struct, frozen=True, array_like=True):
     drop: bool = False
 
 
-class LoaderAnswer(msgspec.Struct, frozen=True, array_like=True):
+class LoaderAnswer(msgspec.Struct, frozen=True, tag=True):
     """The end of a fetch."""
 
     kernel_digest: str
@@ -69,7 +65,9 @@ class LoaderAnswer(msgspec.Struct, frozen=True, array_like=True):
     message: str = ""
 
 
-_answers: Final = msgspec.msgpack.Decoder(LoaderAnswer)
+_answers: Final[msgspec.msgpack.Decoder[LoaderAnswer | Failed]] = msgspec.msgpack.Decoder(
+    LoaderAnswer | Failed
+)
 
 
 class InlineLoader:
@@ -109,14 +107,15 @@ class LoaderProcess:
         takes one thread."""
         threads = 1 if nice else min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._start = LoaderStart(os.fspath(disk), os.fspath(host), nice, threads)
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: BlockingChild | None = None
         self._waiting: deque[str] = deque()
         self._asked: list[str] = []
         self._ended: list[Fetched] = []
         self._host = ImageStore(host)
         self._kept: set[str] = set()
         """What arrived and was not dropped."""
-        self._buffer = bytearray()
+        self._said = ""
+        """Why the child cannot go on, if it said so."""
 
     @property
     def pid(self) -> int | None:
@@ -138,15 +137,12 @@ class LoaderProcess:
 
     def poll(self, wait: bool) -> Sequence[Fetched]:
         """Read what has arrived, and notice a death."""
-        if self._child is not None and self._child.stdout is not None:
-            fd = self._child.stdout.fileno()
-            if select.select([fd], [], [], _WAIT_MS / 1000 if wait and not self._ended else 0)[0]:
-                data = os.read(fd, _READ_BYTES)
-                if data:
-                    self._buffer += data
-                    self._take()
-                else:
-                    self._died()
+        if self._child is not None:
+            try:
+                for payload in self._child.poll(_WAIT_S if wait and not self._ended else 0):
+                    self._take(_answers.decode(payload))
+            except PipeClosed:
+                self._died()
         self._send_waiting()
         ended, self._ended = self._ended, []
         return ended
@@ -154,20 +150,17 @@ class LoaderProcess:
     def close(self) -> None:
         """End the child."""
         if self._child is not None:
-            self._end()
+            self._child.stop(STOP_GRACE_S)
+            self._child = None
 
-    def _take(self) -> None:
-        while len(self._buffer) >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(self._buffer)
-            if len(self._buffer) < _LENGTH.size + size:
-                return
-            answer = _answers.decode(bytes(self._buffer[_LENGTH.size : _LENGTH.size + size]))
-            del self._buffer[: _LENGTH.size + size]
-            if answer.kernel_digest in self._asked:
-                self._asked.remove(answer.kernel_digest)
-                if answer.code is None:
-                    self._kept.add(answer.kernel_digest)
-                self._ended.append(Fetched(answer.kernel_digest, answer.code, answer.message))
+    def _take(self, answer: LoaderAnswer | Failed) -> None:
+        if isinstance(answer, Failed):
+            self._said = f": {answer.message}"
+        elif answer.kernel_digest in self._asked:
+            self._asked.remove(answer.kernel_digest)
+            if answer.code is None:
+                self._kept.add(answer.kernel_digest)
+            self._ended.append(Fetched(answer.kernel_digest, answer.code, answer.message))
 
     def _send_waiting(self) -> None:
         while self._waiting and len(self._asked) < _UNANSWERED:
@@ -179,25 +172,21 @@ class LoaderProcess:
 
     def _spawn(self, kernel_digest: str) -> bool:
         """Start a child; False, with the fetch that wanted one failed, when the system refuses."""
-        self._buffer.clear()
+        self._said = ""
         try:
-            self._child = subprocess.Popen(
-                child_command(MODULE), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()
-            )
-        except OSError as error:
-            text = f"the loader process could not be started: {error}"
-            self._ended.append(Fetched(kernel_digest, ErrorCode.ADAPTER_LOAD_FAILED.value, text))
+            self._child = BlockingChild.start(MODULE, "the loader process")
+        except LoraplexError as error:
+            self._ended.append(Fetched(kernel_digest, ErrorCode.ADAPTER_LOAD_FAILED.value, error.message))
             return False
         self._send(self._start)
         return True
 
     def _send(self, message: LoaderStart | LoaderAsk) -> None:
-        if self._child is None or self._child.stdin is None:
+        if self._child is None:
             return
         try:
-            self._child.stdin.write(frame(msgspec.msgpack.encode(message)))
-            self._child.stdin.flush()
-        except (BrokenPipeError, ValueError):
+            self._child.send(message)
+        except PipeClosed:
             self._died()
 
     def _died(self) -> None:
@@ -205,7 +194,10 @@ class LoaderProcess:
 
         What it brought unsaid, or was told to drop and did not, takes no memory that nobody counts.
         """
-        how = describe_exit(self._end())
+        if self._child is None:
+            return
+        how = f"{describe_exit(self._child.ended(STOP_GRACE_S))}{self._said}"
+        self._child = None
         _log.warning("the loader process is gone: %s", how)
         for digest in self._host.digests():
             if digest not in self._kept:
@@ -213,20 +205,6 @@ class LoaderProcess:
         asked, self._asked = self._asked, []
         text = f"the loader process died ({how}) while it brought the image"
         self._ended += [Fetched(digest, ErrorCode.ADAPTER_LOAD_FAILED.value, text) for digest in asked]
-
-    def _end(self) -> int:
-        child, self._child = self._child, None
-        if child is None:
-            return 0
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
-        try:
-            return child.wait(STOP_GRACE_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            return child.wait()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The loader's process: `python -m loraplex.images.loader_process`, until its parent ends.
+"""The loader's process, a child of `images.loader.LoaderProcess`.
 
 With one thread, one image after the other. With several, a few images are under way at once, so that the threads are
 busy with the pages of the next while one is opened or named; answers come in the order in which images are there.
@@ -22,10 +22,9 @@ from loraplex.images.adoption import PageThreads
 from loraplex.images.disk_store import ImageStore
 from loraplex.images.host_store import HostStore
 from loraplex.images.loader import LoaderAnswer, LoaderAsk, LoaderStart
-from loraplex.process.child import ChildGone, Parent
+from loraplex.process.parent import Parent, run_child
 
 IMAGES_AT_ONCE: Final = 4
-_start: Final = msgspec.msgpack.Decoder(LoaderStart)
 _asks: Final = msgspec.msgpack.Decoder(LoaderAsk)
 
 
@@ -93,23 +92,18 @@ class Fetches:
             self._answers.send(answer)
 
 
-def main() -> int:
-    """The child's entry."""
-    parent = Parent()  # tied: one that hangs goes with its engine too
+def run(parent: Parent, start: LoaderStart) -> int:
+    """Bring and drop images until the parent closes its pipe."""
+    with suppress(OSError):
+        os.nice(start.nice)
+    fetches = Fetches(parent, ImageStore(start.disk), HostStore(start.host), start.threads)
     try:
-        start = parent.receive(_start)
-        with suppress(OSError):
-            os.nice(start.nice)
-        fetches = Fetches(parent, ImageStore(start.disk), HostStore(start.host), start.threads)
-        try:
-            while True:
-                ask = parent.receive(_asks)
-                (fetches.drop if ask.drop else fetches.begin)(ask.kernel_digest)
-        finally:
-            fetches.close()
-    except (ChildGone, BrokenPipeError):
-        return 0
+        while True:
+            ask = parent.receive(_asks)
+            (fetches.drop if ask.drop else fetches.begin)(ask.kernel_digest)
+    finally:
+        fetches.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(LoaderStart, run))

@@ -1,16 +1,16 @@
 """The engine's process: builds an engine, steps it until told to end, reports to its parent.
 
-Run as `python -m loraplex.process.engine_process` by the supervisor, which sends one `EngineStart` and then reads
-`EngineReport`s. One thread runs Python here.
+A child of the supervisor, which sends one `EngineStart` and then reads `EngineReport`s: that it is ready, and what it
+failed of. One thread runs Python here.
 
 Specification: rulings "Processes".
 """
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, Protocol
@@ -18,14 +18,14 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from loraplex.config import EngineConfig
-from loraplex.core.errors import LoraplexError
 from loraplex.core.ports import Clock, EventSink, Mailbox
-from loraplex.process.building import Failed, load_function
-from loraplex.process.child import END_SIGNAL, ChildGone, Parent
+from loraplex.process.child import END_SIGNAL
 from loraplex.process.clock import MonotonicClock
 from loraplex.process.event_stream import EventPublisher
 from loraplex.process.local import NullSink
 from loraplex.process.logs import configure_logging
+from loraplex.process.parent import Parent, load_function, run_child
+from loraplex.process.pipe import Failed
 from loraplex.process.transport import ZmqMailbox
 
 BUILDER = "loraplex.build.engine_build:build_engine"
@@ -46,14 +46,14 @@ class EngineStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
-    """The engine steps. info: what clients need to know of it."""
+    """The engine steps. info: what clients need to know of it. build_s: how long it took to build."""
 
     info: dict[str, Any]
+    build_s: float
 
 
 EngineReport = EngineReady | Failed
 
-START_DECODER: Final[msgspec.msgpack.Decoder[EngineStart]] = msgspec.msgpack.Decoder(EngineStart)
 REPORT_DECODER: Final[msgspec.msgpack.Decoder[EngineReport]] = msgspec.msgpack.Decoder(EngineReport)
 
 
@@ -88,7 +88,8 @@ Builder = Callable[[EngineConfig, Mailbox, Clock, EventSink], Built]
 
 
 def run(parent: Parent, start: EngineStart) -> int:
-    """Build and step until `END_SIGNAL`; the process's exit status."""
+    """Build and step until `END_SIGNAL`; the process's exit status. Raises what ends the engine otherwise."""
+    configure_logging(start.log_level, as_json=start.log_json)
     mailbox = ZmqMailbox(start.endpoint)
     events = NullSink() if start.events is None else EventPublisher(start.events)
 
@@ -99,19 +100,12 @@ def run(parent: Parent, start: EngineStart) -> int:
     built: Built | None = None
     try:
         builder: Builder = load_function(start.builder)
+        began = time.monotonic()
         built = builder(start.config, mailbox, MonotonicClock(), events)
-        parent.send(EngineReady(built.info))
+        parent.send(EngineReady(built.info, time.monotonic() - began))
         while not mailbox.closed:
             built.engine.step(wait=True)
             events.flush()
-    except LoraplexError as error:
-        logging.getLogger(__name__).error("%s", error)
-        parent.send(Failed.of(error))
-        return 1
-    except Exception as error:
-        logging.getLogger(__name__).exception("the engine's process failed")
-        parent.send(Failed.of(error))
-        return 1
     finally:
         if built is not None:
             built.close()
@@ -120,16 +114,5 @@ def run(parent: Parent, start: EngineStart) -> int:
     return 0
 
 
-def main() -> int:
-    """The child's entry."""
-    parent = Parent()
-    try:
-        start = parent.receive(START_DECODER)
-    except ChildGone:
-        return 1
-    configure_logging(start.log_level, as_json=start.log_json)
-    return run(parent, start)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(EngineStart, run))

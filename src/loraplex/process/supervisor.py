@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -24,16 +23,16 @@ from typing import Any, Final
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CapacityError, ErrorCode, InternalFault, LoraplexError, Root
 from loraplex.core.messages import Inspect
-from loraplex.process.building import Failed
-from loraplex.process.child import Child, ChildGone, describe_exit
+from loraplex.process.child import Child, describe_exit
 from loraplex.process.client import EngineClient
 from loraplex.process.engine_process import (
     BUILDER,
     REPORT_DECODER,
-    EngineReady,
     EngineStart,
 )
 from loraplex.process.event_stream import EventReader, Observe
+from loraplex.process.logs import fields
+from loraplex.process.pipe import Failed, PipeClosed
 from loraplex.process.tasks import reported
 from loraplex.process.workdir import private_folder, temporary_root
 
@@ -43,7 +42,8 @@ PATIENT_THREADS: Final = {"OMP_WAIT_POLICY": "passive"}
 """OpenMP threads that wait asleep: a spinning one costs a step hundreds of milliseconds as soon as another process wants
 its core (docs/notes/cpu-operators.md). An operator's own setting stands."""
 STOP_GRACE_S: Final = 5.0
-MAX_PAUSE_S: Final = 30.0
+MAX_PAUSE_S: Final = 4.0
+"""An engine that does not stay up is tried again this often: what a start costs, and no longer than a caller retries."""
 STEADY_S: Final = 60.0
 """An engine that lived this long was well: its death is not one in a row."""
 
@@ -52,15 +52,18 @@ STEADY_S: Final = 60.0
 class Patience:
     """How often the engine is asked whether it lives, how long it may take, and when it is given up. Seconds.
 
-    A step is never this long: the longest is one chunk of prefill. Nothing compiles once an engine is ready.
+    A step is never this long: the longest is one chunk of prefill. Nothing compiles once an engine is ready. A restart
+    does what the first start did, with warm caches: it may take `restart_times` as long, and `restart_least_s` at least.
     """
 
     ask_every_s: float = 5.0
     stalled_after_s: float = 30.0
     given_up_after_s: float = 300.0
+    restart_least_s: float = 60.0
+    restart_times: float = 10.0
 
 
-class EngineState(StrEnum):
+class EngineStatus(StrEnum):
     """Where the engine is in its life."""
 
     STARTING = "starting"
@@ -71,8 +74,13 @@ class EngineState(StrEnum):
 
 
 def pause_s(failures: int) -> float:
-    """Pause before the restart that follows `failures` consecutive deaths: at once, then doubling from half a second."""
-    return 0.0 if failures <= 1 else min(0.25 * 2.0 ** (failures - 1), MAX_PAUSE_S)
+    """Pause before the restart that follows `failures` deaths in a row: at once, then half a second, then doubling."""
+    pause = 0.0 if failures <= 1 else 0.5
+    for _ in range(failures - 2):
+        if pause >= MAX_PAUSE_S:
+            break
+        pause *= 2
+    return min(pause, MAX_PAUSE_S)
 
 
 async def _nothing() -> None:
@@ -98,7 +106,7 @@ class EngineSupervisor:
 
         `observe`, set before `start`, gets every engine's events in order, and how many are missing before them.
         """
-        self.state = EngineState.STOPPED
+        self.state = EngineStatus.STOPPED
         self.restore = restore
         self.observe: Observe | None = None
         self.restarts = 0
@@ -114,6 +122,8 @@ class EngineSupervisor:
         self._folder: Path | None = None
         self._private = contextlib.ExitStack()
         self._incarnation = 0
+        self._first_start_s = 0.0
+        self._build_s = 0.0
         self._events: EventReader | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -121,7 +131,7 @@ class EngineSupervisor:
     @property
     def ready(self) -> bool:
         """Whether requests can be sent."""
-        return self.state is EngineState.READY
+        return self.state is EngineStatus.READY
 
     @property
     def pid(self) -> int | None:
@@ -135,7 +145,7 @@ class EngineSupervisor:
                 ErrorCode.ENGINE_UNAVAILABLE, f"the engine is {self.state.value}; try again in a moment"
             )
 
-    async def until(self, state: EngineState) -> None:
+    async def until(self, state: EngineStatus) -> None:
         """Wait for a state."""
         while self.state is not state:
             self._changed.clear()
@@ -144,21 +154,23 @@ class EngineSupervisor:
     async def start(self) -> None:
         """Start the first engine; raises the typed error with which it refused to start."""
         self._folder = self._private.enter_context(private_folder(temporary_root()))
-        self._move(EngineState.STARTING)
+        self._move(EngineStatus.STARTING)
         try:
             if self.observe is not None:
                 self._events = EventReader(self._events_endpoint(self._folder), self.observe)
+            began = time.monotonic()
             child = await self._launch()
+            self._first_start_s = time.monotonic() - began
         except BaseException:
             await self.stop()
             raise
-        self._move(EngineState.READY)
+        self._move(EngineStatus.READY)
         watcher = asyncio.get_running_loop().create_task(self._watch(child), name="engine-supervisor")
         self._watcher = reported(watcher, _log, "the engine is no longer watched")
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End the engine for good. What is open ends as `shutting_down`."""
-        self._move(EngineState.STOPPED)
+        self._move(EngineStatus.STOPPED)
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
@@ -178,7 +190,7 @@ class EngineSupervisor:
         if self._child is not None:
             self._child.kill()
 
-    def _move(self, state: EngineState) -> None:
+    def _move(self, state: EngineStatus) -> None:
         self.state = state
         self._changed.set()
 
@@ -193,35 +205,17 @@ class EngineSupervisor:
         self._incarnation += 1
         # A socket of its own for each: nothing that was meant for the dead reaches the living.
         endpoint = f"ipc://{self._folder / f'engine-{self._incarnation}.sock'}"
-        try:
-            child = self._child = await Child.start(MODULE, environment={**PATIENT_THREADS, **os.environ})
-        except OSError as error:
-            raise InternalFault(
-                ErrorCode.BACKEND_FAILED, f"the engine's process could not be started: {error}"
-            ) from error
-        try:
-            await child.send(
-                EngineStart(
-                    self._config,
-                    endpoint,
-                    self._builder,
-                    self._log_level,
-                    self._log_json,
-                    None if self._events is None else self._events_endpoint(self._folder),
-                )
-            )
-            report = await child.receive(REPORT_DECODER)
-        except ChildGone:
-            raise InternalFault(
-                ErrorCode.BACKEND_FAILED,
-                f"the engine's process ended while it started: {describe_exit(await child.wait())}",
-            ) from None
-        match report:
-            case Failed():
-                await child.wait()
-                raise report.error
-            case EngineReady():
-                self.info = report.info
+        child = self._child = await Child.start(MODULE, "the engine's process", defaults=PATIENT_THREADS)
+        order = EngineStart(
+            self._config,
+            endpoint,
+            self._builder,
+            self._log_level,
+            self._log_json,
+            None if self._events is None else self._events_endpoint(self._folder),
+        )
+        ready = await child.greet(order, REPORT_DECODER)
+        self.info, self._build_s = ready.info, ready.build_s
         self._client.connect(endpoint)
         return child
 
@@ -233,33 +227,72 @@ class EngineSupervisor:
             why = await self._death_watched(child)
             failures = 1 if time.monotonic() - began > STEADY_S else failures + 1
             self._bury(why)
+            died = time.monotonic()
             while True:
                 await asyncio.sleep(self._pause(failures))
                 try:
-                    child = await self._launch()
-                    await self._restore(child)
+                    child = await self._restart(died)
                 except LoraplexError as error:
                     failures += 1
                     await self._discard(error)
                 else:
                     break
-            self.restarts += 1
-            _log.warning("the engine is ready again after restart %d", self.restarts)
-            self._move(EngineState.READY)
+            self._move(EngineStatus.READY)
+
+    async def _restart(self, died: float) -> Child:
+        """Start another engine and give it back what it knew; says where the time since `died` went."""
+        began = time.monotonic()
+        bound_s = max(self._patience.restart_least_s, self._patience.restart_times * self._first_start_s)
+        try:
+            async with asyncio.timeout(bound_s):
+                child = await self._launch()
+        except TimeoutError:
+            raise InternalFault(
+                ErrorCode.BACKEND_FAILED,
+                f"the engine's process was not ready within {bound_s:.0f} s, the limit of a restart; it is ended",
+            ) from None
+        started = time.monotonic()
+        await self._restore(child)
+        ready = time.monotonic()
+        self.restarts += 1
+        times = {
+            "down_s": ready - died,
+            "before_s": began - died,
+            "process_s": started - began - self._build_s,
+            "build_s": self._build_s,
+            "restore_s": ready - started,
+        }
+        _log.warning(
+            "the engine is ready again after restart %d",
+            self.restarts,
+            extra=fields(**{name: round(value, 2) for name, value in times.items()}),
+        )
+        return child
 
     async def _restore(self, child: Child) -> None:
         """Run `restore`, unless `child` dies meanwhile."""
         restore = asyncio.ensure_future(self.restore())
         death = asyncio.ensure_future(child.wait())
+        asking = asyncio.ensure_future(self._end_if_silent(child))
         try:
             await asyncio.wait({restore, death}, return_when=asyncio.FIRST_COMPLETED)
             if not restore.done():
                 raise InternalFault(ErrorCode.BACKEND_FAILED, "the engine died before its adapters were back")
             await restore
         finally:
-            for task in (restore, death):
+            for task in (restore, death, asking):
                 task.cancel()
-            await asyncio.gather(restore, death, return_exceptions=True)
+            await asyncio.gather(restore, death, asking, return_exceptions=True)
+
+    async def _end_if_silent(self, child: Child) -> None:
+        """Kill an engine that answers nothing while it is given back what it knew."""
+        patience = self._patience
+        while True:
+            await asyncio.sleep(patience.ask_every_s)
+            if not await self._answers(patience.stalled_after_s + patience.given_up_after_s):
+                break
+        _log.error("the engine answers nothing while it gets its adapters back; it is ended")
+        child.kill()
 
     async def _death_watched(self, child: Child) -> str:
         """Wait until `child` is dead, by itself or because it no longer answers; why."""
@@ -278,7 +311,7 @@ class EngineSupervisor:
             if await self._answers(patience.stalled_after_s):
                 continue
             _log.error("the engine has not answered for %g s", patience.stalled_after_s)
-            self._move(EngineState.STALLED)
+            self._move(EngineStatus.STALLED)
             if not await self._answers(patience.given_up_after_s):
                 _log.error(
                     "the engine has not answered for %g s more; it is ended", patience.given_up_after_s
@@ -286,7 +319,7 @@ class EngineSupervisor:
                 child.kill()
                 return
             _log.warning("the engine answers again")
-            self._move(EngineState.READY)
+            self._move(EngineStatus.READY)
 
     async def _answers(self, within_s: float) -> bool:
         try:
@@ -301,7 +334,7 @@ class EngineSupervisor:
     async def _death(self, child: Child) -> str:
         """Wait until `child` is dead; why, as far as it said."""
         said = ""
-        with contextlib.suppress(ChildGone):
+        with contextlib.suppress(PipeClosed):
             while True:
                 report = await child.receive(REPORT_DECODER)
                 if isinstance(report, Failed):
@@ -311,7 +344,7 @@ class EngineSupervisor:
     def _bury(self, why: str) -> None:
         _log.error("the engine died (%s); starting another", why)
         self._child = None
-        self._move(EngineState.RESTARTING)
+        self._move(EngineStatus.RESTARTING)
         self._client.disconnect(
             CapacityError(ErrorCode.ENGINE_DIED, "the engine died while it served the request; try again")
         )

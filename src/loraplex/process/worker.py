@@ -8,30 +8,18 @@ Specification: architecture "The plan", rulings "Tests" (no decorative plan).
 
 from __future__ import annotations
 
-import struct
-import subprocess
+import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Final, cast
-
-import msgspec
+from typing import Final
 
 from loraplex.config import EngineConfig
 from loraplex.core.errors import ErrorCode, InternalFault, LoraplexError
 from loraplex.core.ports import Backend
-from loraplex.process.building import Failed
-from loraplex.process.child import (
-    ChildGone,
-    child_command,
-    child_environment,
-    describe_exit,
-    frame,
-    read_frame,
-)
+from loraplex.process.child import BlockingChild, describe_exit
+from loraplex.process.pipe import PipeClosed, frame, read_frame
 from loraplex.process.worker_process import REPORT_DECODER, RUNNER, WorkerStart
 
-_LENGTH: Final = struct.Struct("<I")
 MODULE: Final = "loraplex.process.worker_process"
 STOP_GRACE_S: Final = 3.0
 """How long a worker may take to end when its pipe is closed: shorter than its engine is given."""
@@ -48,19 +36,9 @@ class ProcessBackend:
 
         builder: `module:function` that makes the child's backend from `config`. base_abi: H_base, if it is known.
         """
-        self._process = subprocess.Popen(
-            child_command(MODULE),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=child_environment(),
-        )
-        self._to = cast(BinaryIO, self._process.stdin)
-        self._from = cast(BinaryIO, self._process.stdout)
+        self._child = BlockingChild.start(MODULE, "the worker process")
         try:
-            self._send(msgspec.msgpack.encode(WorkerStart(config, builder, base_abi)))
-            report = REPORT_DECODER.decode(self._receive())
-            if isinstance(report, Failed):
-                raise report.error
+            self._child.greet(WorkerStart(config, builder, base_abi), REPORT_DECODER)
         except BaseException:
             self.close()
             raise
@@ -68,45 +46,29 @@ class ProcessBackend:
     @property
     def pid(self) -> int:
         """Process id of the child."""
-        return self._process.pid
+        return self._child.pid
 
     def launch(self, plan: bytes) -> None:
         """Send a packed plan."""
-        self._send(plan)
+        try:
+            self._child.send_bytes(plan)
+        except PipeClosed as error:
+            raise self._gone() from error
 
     def collect(self) -> bytes:
         """The oldest outstanding result; blocks for it."""
-        return self._receive()
+        try:
+            return self._child.receive_bytes()
+        except PipeClosed as error:
+            raise self._gone() from error
 
     def close(self) -> None:
         """End the child, with the step that it may be in."""
-        self._end()
-        self._from.close()
-
-    def _end(self) -> int:
-        with suppress(BrokenPipeError):
-            self._to.close()
-        try:
-            return self._process.wait(STOP_GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-
-    def _send(self, payload: bytes) -> None:
-        try:
-            self._to.write(frame(payload))
-            self._to.flush()
-        except (OSError, ValueError) as error:  # ValueError: its pipe is closed
-            raise self._gone() from error
-
-    def _receive(self) -> bytes:
-        try:
-            return read_frame(self._from)
-        except (ChildGone, OSError, ValueError) as error:
-            raise self._gone() from error
+        self._child.stop(STOP_GRACE_S)
 
     def _gone(self) -> LoraplexError:
-        how = describe_exit(self._end())  # if it lives, it is of no use: a plan or a result is lost
+        # If it lives, it is of no use: a plan or a result is lost.
+        how = describe_exit(self._child.ended(STOP_GRACE_S))
         return InternalFault(ErrorCode.BACKEND_FAILED, f"the worker process is gone: {how}")
 
 
@@ -135,12 +97,14 @@ class PlanLog:
 def read_log(path: Path) -> Iterator[bytes]:
     """Packed plans of a log, in order; `plan_malformed` where it is cut short."""
     with path.open("rb") as file:
-        while head := file.read(_LENGTH.size):
-            size = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else -1
-            plan = file.read(size) if size >= 0 else b""
-            if len(plan) != size:
-                raise InternalFault(ErrorCode.PLAN_MALFORMED, f"the plan log {path.name} is cut short")
-            yield plan
+        end = os.fstat(file.fileno()).st_size
+        while file.tell() < end:
+            try:
+                yield read_frame(file)
+            except PipeClosed:
+                raise InternalFault(
+                    ErrorCode.PLAN_MALFORMED, f"the plan log {path.name} is cut short"
+                ) from None
 
 
 def replay(path: Path, backend: Backend) -> Iterator[bytes]:

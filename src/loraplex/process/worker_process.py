@@ -1,7 +1,7 @@
 """The worker's process: builds a backend, runs the packed plans that its parent sends, answers with packed results.
 
-Run as `python -m loraplex.process.worker_process` by `runtime.worker.ProcessBackend`, which sends one `WorkerStart`,
-reads one `WorkerReport` and then plans' results. It sees nothing of the control plane but plans.
+A child of `process.worker.ProcessBackend`, which sends one `WorkerStart`, reads that it is ready or why it is not, and
+then plans' results. It sees nothing of the control plane but plans.
 
 A thread does nothing but read: so plans are always taken, whatever a result waits for, and so the end of the parent is
 noticed during a long step too. Specification: architecture "The plan", rulings "Processes".
@@ -20,10 +20,9 @@ from typing import Final
 import msgspec
 
 from loraplex.config import EngineConfig
-from loraplex.core.errors import LoraplexError
 from loraplex.core.ports import Backend
-from loraplex.process.building import Failed, load_function
-from loraplex.process.child import ChildGone, Parent
+from loraplex.process.parent import Parent, load_function, run_child
+from loraplex.process.pipe import Failed, PipeClosed
 
 RUNNER: Final = "loraplex.build.engine_build:build_runner"
 
@@ -45,8 +44,8 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
 
 WorkerReport = WorkerReady | Failed
 
-START_DECODER: Final[msgspec.msgpack.Decoder[WorkerStart]] = msgspec.msgpack.Decoder(WorkerStart)
 REPORT_DECODER: Final[msgspec.msgpack.Decoder[WorkerReport]] = msgspec.msgpack.Decoder(WorkerReport)
+_log: Final = logging.getLogger(__name__)
 
 
 def _build(start: WorkerStart) -> Backend:
@@ -62,7 +61,7 @@ def _read(parent: Parent, plans: queue.SimpleQueue[bytes]) -> None:
     try:
         while True:
             plans.put(parent.receive_bytes())
-    except ChildGone:
+    except PipeClosed:
         os._exit(0)
 
 
@@ -70,33 +69,18 @@ def run(parent: Parent, start: WorkerStart) -> int:
     """Build, then run plans until the parent closes its pipe; the exit status when there is nothing to run."""
     plans: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(parent, plans), daemon=True, name="plans").start()
-    try:
-        backend = _build(start)
-    except LoraplexError as error:
-        parent.send(Failed.of(error))
-        return 1
-    except Exception as error:
-        logging.getLogger(__name__).exception("the worker could not be built")
-        parent.send(Failed.of(error))
-        return 1
+    backend = _build(start)
     parent.send(WorkerReady())
-    while True:  # the reader ends the process
-        backend.launch(plans.get())
-        parent.send_bytes(backend.collect())
-
-
-def main() -> int:
-    """The child's entry."""
-    parent = Parent(tied=False)
-    logging.basicConfig(
-        level=logging.WARNING, stream=sys.stderr, format="%(levelname)s worker %(name)s: %(message)s"
-    )
     try:
-        start = parent.receive(START_DECODER)
-    except ChildGone:
+        while True:  # the reader ends the process
+            backend.launch(plans.get())
+            parent.send_bytes(backend.collect())
+    except BrokenPipeError:
+        return 0
+    except Exception:  # noqa: BLE001 - the process's boundary; what crosses from here on is results, so the log is told
+        _log.exception("the worker could not run a plan")
         return 1
-    return run(parent, start)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(WorkerStart, run))

@@ -28,6 +28,7 @@ from loraplex.config import ServeConfig
 from loraplex.core import limits
 from loraplex.core.errors import CapacityError, ErrorCode
 from loraplex.images.disk_store import ImageStore
+from loraplex.process.activity import Tell, activity
 from loraplex.process.client import EngineClient
 from loraplex.process.engine_process import BUILDER
 from loraplex.process.supervisor import EngineSupervisor
@@ -122,7 +123,16 @@ async def serve(
         os._exit(130)
 
     async def open_up() -> None:
+        if config.log_json:  # who reads the log as JSON reads nothing else there
+            await start_up(lambda _: None)
+            return
+        with activity(live=False) as tell:  # plain lines: the log goes to the same stream
+            await start_up(tell)
+
+    async def start_up(tell: Tell) -> None:
+        tell("starting the engine")
         await supervisor.start()
+        tell("registering adapters")
         preparation.begin(supervisor.info)
         for note in supervisor.info.get("notes", ()):
             announcer.say(str(note))
@@ -135,8 +145,7 @@ async def serve(
         async with (
             contextlib.AsyncExitStack() as closing
         ):  # the last one first; one that fails does not keep the rest
-            closing.callback(preparation.close)
-            for close in (client.close, supervisor.stop, adapters.close, provenance.close):
+            for close in (preparation.close, client.close, supervisor.stop, adapters.close, provenance.close):
                 closing.push_async_callback(close)
             closing.callback(setattr, service, "phase", Phase.DRAINING)
             announcer.say(f"listening on {listener.url}; starting the engine for {base_name}")
@@ -145,7 +154,7 @@ async def serve(
                 chat = service.codec is not None and service.codec.has_chat_template
                 announcer.ready(listener.url, base_name, aliases, chat)
                 await signals.stop.wait()
-            await _drain(service, listener, announcer, preparation.close)
+            await _drain(service, listener, announcer, preparation.end)
     return 0
 
 

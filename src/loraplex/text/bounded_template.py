@@ -3,7 +3,7 @@
 A sandbox keeps a template from our objects, not from our processor and memory. Here every round of a loop, every call,
 filter, operator and output spends from one allowance of characters and of the thread's processor time; what would make
 something huge in one go is refused before it is made. Owns these bounds; the words that templates know are
-`chat_template`'s. Specification: DESIGN 4 "Text".
+`chat_template`'s. Specification: rulings "Text".
 """
 
 from __future__ import annotations

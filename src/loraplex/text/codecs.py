@@ -2,7 +2,7 @@
 
 Owns the choice and what it costs: codecs are made once for each set of companions and the least recently used are
 dropped. A template of an adapter is a stranger's and runs within bounds. Never splits a token that an adapter's
-tokenizer knows: it is a token here too, or the adapter is refused. Specification: DESIGN 4 "Text".
+tokenizer knows: it is a token here too, or the adapter is refused. Specification: rulings "Text".
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from loraplex.adapters.prepare import PreparedAdapter
 from loraplex.adapters.prepare_pool import PreparePool
-from loraplex.artifact.checkpoint import CheckpointTensors
 from loraplex.artifact.source import read_config as read_adapter_config
 from loraplex.artifact.tensors import Dtype
 from loraplex.build.base_model import BaseModel, base_modules, read_config
@@ -64,7 +63,7 @@ class Preparation:
             info["base_abi"],
             spec.kv_shape(dtype.itemsize, info["page_tokens"]),
             dtype,
-            None if dummy else CheckpointTensors(self._folder, modules),
+            None if dummy else str(self._folder),
             read_base_facts(self._folder),
         )
         self._pool = PreparePool(
@@ -89,10 +88,15 @@ class Preparation:
             await self._pool.reclaim(current | superseded if keep_superseded else current)
         return await self._pool(source, content)
 
-    def close(self) -> None:
-        """End the preparing process."""
+    def end(self) -> None:
+        """End every preparation at once; none begins any more."""
         if self._pool is not None:
-            self._pool.close()
+            self._pool.end()
+
+    async def close(self) -> None:
+        """End the preparing processes."""
+        if self._pool is not None:
+            await self._pool.close()
 
 
 def adapter_sources(config: ServeConfig) -> list[tuple[str, str, bool]]:
