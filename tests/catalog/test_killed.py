@@ -12,6 +12,7 @@ import pytest
 from tests.catalog import killed, postgres
 from tests.catalog.conftest import Opener
 from tests.catalog.make import draft
+from tests.catalog.names import named
 
 from loraplex.catalog.audit import audit
 from loraplex.catalog.changes import Mode
@@ -120,7 +121,7 @@ def _busy(url: str, seed: int) -> None:
         if rng.random() < 0.2 and any(
             s.alias == alias and s.current is not None for s in store.changes().aliases
         ):
-            store.remove("default", alias)
+            store.remove(named(alias))
         else:
             store.publish(draft(alias, rng.randrange(9)), Mode.PUT)
 

@@ -14,7 +14,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -28,6 +28,13 @@ ANY: Final = "*"
 _ALIAS: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 Record = TypeVar("Record", bound=msgspec.Struct)
+
+
+class AliasKey(NamedTuple):
+    """Under what an alias is kept: the namespace that it lies in, and the alias."""
+
+    namespace: str
+    alias: str
 
 
 class Right(StrEnum):
@@ -99,6 +106,11 @@ class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def name(self) -> str:
         """`alias@revision`."""
         return f"{self.alias}@{self.revision}"
+
+    @property
+    def alias_key(self) -> AliasKey:
+        """The alias that it was published under."""
+        return AliasKey(self.namespace, self.alias)
 
     @property
     def key(self) -> str:

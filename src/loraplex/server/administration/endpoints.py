@@ -140,7 +140,7 @@ async def get_adapter(call: Call) -> None:
     """One adapter."""
     revision = _found(call, unquote(call.rest))
     call.service.require_ready()
-    await call.exchange.answer(await call.service.adapters.describe(revision.alias, revision.namespace))
+    await call.exchange.answer(await call.service.adapters.describe(revision.alias_key))
 
 
 async def put_adapter(call: Call) -> None:
@@ -150,19 +150,19 @@ async def put_adapter(call: Call) -> None:
     call.service.require_ready()
     source = permitted(request.source, call.service.config.adapter_dirs)
     adapters = call.service.adapters
-    tenant, alias = adapters.target(unquote(call.rest), call.caller.tenant)
+    alias_key = adapters.target(unquote(call.rest), call.caller.tenant)
     revision = await adapters.put(
-        alias, source, request.expected_revision, tenant, call.caller.name, drain=request.drain
+        alias_key, source, call.caller.name, expected=request.expected_revision, drain=request.drain
     )
     call.exchange.facts["model"] = revision.name
-    await call.exchange.answer(await adapters.describe(alias, tenant), 201 if revision.revision == 1 else 200)
+    await call.exchange.answer(await adapters.describe(alias_key), 201 if revision.revision == 1 else 200)
 
 
 async def delete_adapter(call: Call) -> None:
     """Take an alias away."""
     owned = _owned(call, unquote(call.rest))
     call.service.require_ready()
-    revision = await call.service.adapters.remove(owned.alias, owned.namespace, call.caller.name)
+    revision = await call.service.adapters.remove(owned.alias_key, call.caller.name)
     await call.exchange.answer({"alias": revision.alias, "revision": revision.revision, "deleted": True})
 
 
@@ -172,25 +172,24 @@ async def adapter_action(call: Call) -> None:
     quoted, _, action = call.rest.rpartition("/")
     if action not in ACTIONS or not quoted:
         raise CallerError(ErrorCode.NOT_FOUND, f"{call.exchange.path} is not served")
-    owned = _owned(call, unquote(quoted))
-    alias, tenant = owned.alias, owned.namespace
+    alias_key = _owned(call, unquote(quoted)).alias_key
     call.service.require_ready()
     adapters = call.service.adapters
     match action:
         case "pin":
-            await adapters.pin(alias, tenant)
+            await adapters.pin(alias_key)
         case "unpin":
-            await adapters.unpin(alias, tenant)
+            await adapters.unpin(alias_key)
         case "prefetch":
-            await adapters.prefetch(alias, tenant)
+            await adapters.prefetch(alias_key)
         case _:
             caller = call.caller
             by = None if caller.operator else caller.tenant
-            gone = await adapters.revoke(alias, tenant, caller.name, by)
+            gone = await adapters.revoke(alias_key, caller.name, by)
             names = sorted(revision.name for revision in gone if adapters.may_list(revision, caller.tenant))
-            await call.exchange.answer({"alias": alias, "revoked": names})
+            await call.exchange.answer({"alias": alias_key.alias, "revoked": names})
             return
-    await call.exchange.answer(await adapters.describe(alias, tenant))
+    await call.exchange.answer(await adapters.describe(alias_key))
 
 
 def _limits(call: Call, limits: Mapping[str, int], pages: Mapping[str, int]) -> dict[str, Any]:
@@ -250,8 +249,8 @@ async def load_lora_adapter(call: Call) -> None:
     change = adapters.put if request.load_inplace else adapters.add
     with _vllm_names():
         source = permitted(request.lora_path, call.service.config.adapter_dirs)
-        tenant, alias = adapters.target(request.lora_name, call.caller.tenant)
-        revision = await change(alias, source, tenant=tenant, actor=call.caller.name)
+        alias_key = adapters.target(request.lora_name, call.caller.tenant)
+        revision = await change(alias_key, source, call.caller.name)
     call.exchange.facts["model"] = revision.name
     await _success(call, f"Success: LoRA adapter '{revision.alias}' added successfully.")
 
@@ -263,7 +262,7 @@ async def unload_lora_adapter(call: Call) -> None:
     call.service.require_ready()
     with _vllm_names():
         owned = _owned(call, request.lora_name)
-        revision = await call.service.adapters.remove(owned.alias, owned.namespace, call.caller.name)
+        revision = await call.service.adapters.remove(owned.alias_key, call.caller.name)
     await _success(call, f"Success: LoRA adapter '{revision.alias}' removed successfully.")
 
 

@@ -21,7 +21,7 @@ from loraplex.artifact.tensors import Dtype
 from loraplex.build.base_model import BaseModel, base_modules, read_config
 from loraplex.build.base_text import read_base_facts
 from loraplex.catalog.artifacts import ArtifactStore
-from loraplex.catalog.records import DEFAULT_NAMESPACE, Revision, check_alias
+from loraplex.catalog.records import DEFAULT_NAMESPACE, AliasKey, Revision, check_alias
 from loraplex.catalog.sources import is_remote
 from loraplex.config import EngineConfig, ServeConfig
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode
@@ -160,15 +160,15 @@ async def register_adapters(service: Service, announcer: Announcer) -> None:
 
 async def _register(service: Service, alias: str, source: str) -> Revision | None:
     """The current revision of an alias once the command line has had its say; None when it was removed."""
-    adapters = service.adapters
+    adapters, alias_key = service.adapters, AliasKey(DEFAULT_NAMESPACE, alias)
     store = adapters.catalog.store
-    history = await adapters.off_loop(lambda: store.history(DEFAULT_NAMESPACE, alias))
+    history = await adapters.off_loop(lambda: store.history(alias_key))
     if not history:
-        return await adapters.add(alias, source, actor=COMMAND_LINE)
+        return await adapters.add(alias_key, source, COMMAND_LINE)
     mine = next((revision for revision in history if revision.actor == COMMAND_LINE), None)
     if mine is None:
-        return adapters.catalog.get(alias)
-    return await adapters.put_unless(alias, source, mine, actor=COMMAND_LINE)
+        return adapters.catalog.get(alias_key)
+    return await adapters.put_unless(alias_key, source, mine, COMMAND_LINE)
 
 
 def _adapter_line(revision: Revision, source: str) -> str:
