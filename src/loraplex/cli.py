@@ -43,6 +43,7 @@ RootOption = Annotated[
         help="Serve each adapter folder in it; the only place that clients may load from. Or a URL prefix.",
     ),
 ]
+LateOption = Annotated[bool, Parameter(help="Look into --adapter-dir again for a name that is not known.")]
 CatalogOption = Annotated[
     str | None,
     Parameter(
@@ -84,6 +85,7 @@ def serve(
     ] = False,
     adapter: AdapterOption = (),
     adapter_dir: RootOption = (),
+    adapter_dir_late: LateOption = True,
     host: Annotated[str, Parameter(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Parameter(help="Port to listen on.")] = 8000,
     device: Annotated[Literal["cpu", "cuda"], Parameter(help="Where the model runs.")] = "cpu",
@@ -133,6 +135,7 @@ def serve(
         demo=demo,
         adapters=tuple(parse_adapter(text) for text in adapter),
         adapter_dirs=adapter_dir,
+        adapter_dir_late=adapter_dir_late,
         host=host,
         port=port,
         device=device,

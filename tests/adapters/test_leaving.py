@@ -89,8 +89,10 @@ def test_an_image_outlives_whoever_waits_to_register_it() -> None:
                     return revision.name
 
             asking = asyncio.create_task(ask())
-            while key("x") not in service._life.held.bound_keys:  # a thread looks it up
-                await asyncio.sleep(0)
+            await turns()
+            await service.off_loop(lambda: None)  # behind the look-up of a@1
+            await turns()
+            assert service._life.held.is_bound(key("x"))
             engine.go.set()  # the removal ends while the change lock is the swap's
             await turns()
             free.set()

@@ -147,7 +147,6 @@ ARTIFACT: dict[str, Mutation] = {
     "artifact otherwise": artifact(put(method="dora")),
     "artifact of another base": artifact(put(base=FLIPPED)),
     "artifact flipped": artifact(put(artifact=FLIPPED)),
-    "artifact with more tensors": artifact(put(tensors_applied=13, tensors_total=13)),
     "artifact ranks": artifact(put(ranks=[16])),
     "artifact text": artifact(lambda _: b"{}"),
     "artifact row gone": sql(

@@ -245,6 +245,23 @@ def test_an_earlier_revision_is_named_by_who_may_use_its_alias_and_ends_with_a_r
         view.resolve("acme", "a@1")
 
 
+def test_figures_are_a_files_own_and_refuse_nobody(opened: Opener) -> None:
+    """One function in two files, with and without copies of what the base has: each name tells its own file's figures."""
+    store = opened()
+    more = artifact(1, tensors_applied=14, tensors_total=14, nbytes=5000)
+    published = [
+        store.publish(draft("a", 1), Mode.ADD)[1],
+        store.publish(draft("b", artifact=more, namespace="globex"), Mode.ADD)[1],
+        store.publish(draft("a", artifact=more), Mode.SWAP)[1],
+    ]
+    store.remove(named("a"))
+    published.append(store.publish(draft("a", 1), Mode.ADD)[1])
+    read = [store.revision(revision.alias_key, revision.revision) for revision in published]
+    assert read == published
+    assert [revision.artifact.tensors_total for revision in published] == [12, 14, 14, 12]
+    assert not audit(store).problems
+
+
 def test_a_revoked_artifact_loses_every_name_for_good(opened: Opener) -> None:
     here, there = AdapterCatalog(store=opened()), AdapterCatalog(store=opened())
     for alias, number, namespace in (("a", 1, "default"), ("b", 1, "acme"), ("c", 2, "default")):

@@ -46,11 +46,6 @@ class HeldAdapters:
         """Whether the engine has it."""
         return key in self._registered
 
-    @property
-    def bound_keys(self) -> list[str]:
-        """What requests are bound to."""
-        return list(self._bound)
-
     def is_bound(self, key: str) -> bool:
         """Whether anything is bound to an adapter."""
         return self._bound[key] > 0

@@ -13,12 +13,15 @@ Specification: 0x07F (swap by compare-and-set), 0x07H (leases), DESIGN 4 "Leases
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from loraplex.adapters.adapter_catalog import AdapterCatalog
+from loraplex.adapters.describing import Entry, for_tenant, live_entries
 from loraplex.adapters.following import FOLLOW_EVERY_S, Following
 from loraplex.adapters.lifecycle import Change, Commit, Lifecycle, Prepare
 from loraplex.adapters.name_lookup import CatalogNames
@@ -27,7 +30,7 @@ from loraplex.adapters.residency_controls import EngineCalls, ResidencyControls
 from loraplex.adapters.retiring import Retirement
 from loraplex.adapters.unbroken import Unbroken
 from loraplex.catalog.changes import OPERATOR, Mode
-from loraplex.catalog.records import DEFAULT_NAMESPACE, AliasKey, Revision
+from loraplex.catalog.records import DEFAULT_NAMESPACE, AliasKey, Revision, Right
 from loraplex.core.errors import CallerError, LoraplexError
 from loraplex.core.messages import Inspect
 
@@ -48,10 +51,15 @@ class AdapterService(CatalogNames):
         prepare: Prepare,
         reclaim: Callable[[str], object] = _keep,
     ) -> None:
-        """reclaim: called with the kernel digest of an image that no revision names any more."""
+        """reclaim: called with the kernel digest of an image that no revision names any more.
+
+        missing: called with a name that means nothing to who asks, which may bring its adapter.
+        """
         super().__init__(catalog)
         self._engine = engine
         self._lock = asyncio.Lock()
+        self.missing: Callable[[str], Awaitable[None]] | None = None
+        self._requests: Counter[tuple[str, str]] = Counter()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="catalog")
         self._life = Lifecycle(engine, catalog, prepare, reclaim, self)
         self._retirement = Retirement(self._life, catalog.shares, self._lock)
@@ -122,7 +130,13 @@ class AdapterService(CatalogNames):
         revision = await self.find_revision(name, tenant)
         with self._life.held.bound(revision.key):
             await self.ready(revision)
-            yield revision
+            self._requests[tenant, revision.key] += 1
+            try:
+                yield revision
+            finally:
+                self._requests[tenant, revision.key] -= 1
+                if not self._requests[tenant, revision.key]:
+                    del self._requests[tenant, revision.key]
 
     async def find_revision(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
         """`resolve`, and `alias@revision` of a superseded revision, as the catalog recorded it.
@@ -135,6 +149,9 @@ class AdapterService(CatalogNames):
         except CallerError:
             if self._catalog.shared:
                 await self.look()
+        alias = name.partition("@")[0]
+        if self.missing is not None and self._catalog.view.find(tenant, alias, Right.USE) is None:
+            await self.missing(alias)
         try:
             return self._catalog.resolve(name, tenant)
         except CallerError:
@@ -246,18 +263,43 @@ class AdapterService(CatalogNames):
 
     # Questions
 
-    async def describe(self, alias_key: AliasKey) -> dict[str, Any]:
-        """One adapter with the engine's view of it (DESIGN 5)."""
+    async def describe(self, alias_key: AliasKey, viewer: str | None = None) -> dict[str, Any]:
+        """One adapter with the engine's view of it (DESIGN 5). viewer: the tenant that asks, None for the operator."""
         revision = self._catalog.current(alias_key)
-        return revision.describe(await self._engine.call(Inspect(0)))
+        figures = await self._engine.call(Inspect(0, (revision.key,)))
+        return self._described(revision, live_entries(figures).get(revision.key, {}), viewer)
 
-    async def describe_all(self, tenant: str = DEFAULT_NAMESPACE) -> list[dict[str, Any]]:
-        """Every adapter that a tenant may list, by the name that it has there."""
-        figures = await self._engine.call(Inspect(0))
-        return [
-            {**revision.describe(figures), "alias": name}
-            for name, revision in self._catalog.view.visible(tenant)
+    async def describe_some(
+        self, tenant: str, viewer: str | None, after: str | None, limit: int
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """Of the adapters that a tenant may list, by name, the first `limit` after a name; and whether there are more.
+
+        The engine is asked once, about these alone. viewer: as in `describe`.
+        """
+        visible = self._catalog.view.visible(tenant)
+        first = 0 if after is None else bisect_right(visible, after, key=lambda item: item[0])
+        page = visible[first : first + limit]
+        figures = await self._engine.call(Inspect(0, tuple(revision.key for _, revision in page)))
+        live = live_entries(figures)
+        described = [
+            {**self._described(revision, live.get(revision.key, {}), viewer), "alias": name}
+            for name, revision in page
         ]
+        return described, first + limit < len(visible)
+
+    def _described(self, revision: Revision, live: Entry, viewer: str | None) -> dict[str, Any]:
+        return revision.describe(
+            live if viewer is None or not live else self.seen_by(viewer, live, [revision])
+        )
+
+    def seen_by(self, viewer: str, live: Entry, revisions: Sequence[Revision]) -> dict[str, Any]:
+        """An engine's entry as a tenant may see it. revisions: what the tenant may list of the entry's adapter."""
+        own = [revision.alias_key for revision in revisions if revision.namespace == viewer]
+        return for_tenant(live, self.requests_of(viewer, live["key"]), any(map(self.controls.pinned, own)))
+
+    def requests_of(self, tenant: str, key: str | None = None) -> int:
+        """Requests of a tenant that hold an adapter, this one or any."""
+        return sum(n for (who, what), n in self._requests.items() if who == tenant and key in (None, what))
 
     def kernel_of(self, key: str) -> str | None:
         """Kernel digest under which the engine holds an adapter, by semantic digest."""

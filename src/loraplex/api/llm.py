@@ -18,6 +18,7 @@ import numpy as np
 from msgspec.structs import replace as with_fields
 
 from loraplex.adapters.adapter_catalog import AdapterCatalog
+from loraplex.adapters.describing import live_entries
 from loraplex.adapters.lifecycle import Change
 from loraplex.adapters.plain_shell import PlainShell
 from loraplex.adapters.prepare import PreparedAdapter, prepare_source
@@ -253,8 +254,8 @@ class LLM:
 
     def adapters(self) -> list[dict[str, Any]]:
         """What is registered, with digests and residency."""
-        figures = self.inspect()
-        return [revision.describe(figures) for revision in self._catalog]
+        live = live_entries(self.inspect())
+        return [revision.describe(live.get(revision.key, {})) for revision in self._catalog]
 
     def inspect(self) -> dict[str, Any]:
         """The engine's figures: pages, requests, residency."""
@@ -272,7 +273,7 @@ class LLM:
         return prepare_source(source, self._built.base, self._store, self._artifacts, content)
 
     def _describe(self, revision: Revision) -> dict[str, Any]:
-        return revision.describe(self.inspect())
+        return revision.describe(live_entries(self.inspect()).get(revision.key, {}))
 
     async def call(self, message: EngineCall) -> dict[str, Any]:
         """What the life of adapters asks of an engine; over before it is awaited. Not meant for callers of `LLM`."""

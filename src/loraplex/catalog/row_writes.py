@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, insert, select, update
 
-from loraplex.catalog.records import AliasKey, ArtifactRecord, Grant, Revision, damaged, encode, seal
+from loraplex.catalog.records import AliasKey, ArtifactRecord, Grant, Revision, damaged, decode, encode, seal
 from loraplex.catalog.schema import aliases, artifacts, grants, revisions
 from loraplex.catalog.sealed_rows import of_alias
 
@@ -28,16 +28,16 @@ def insert_grant(connection: Connection, record: Grant, generation: int) -> None
 
 
 def insert_artifact(connection: Connection, record: ArtifactRecord) -> None:
-    """The artifact's row, or the one that is there, which must say the same."""
+    """The artifact's row, or the one that is there, of the same function; of other files, it may tell other figures."""
     text = encode(record)
     found = connection.execute(
-        select(artifacts.c.record).where(artifacts.c.semantic == record.semantic)
-    ).scalar_one_or_none()
+        select(artifacts.c.record, artifacts.c.seal).where(artifacts.c.semantic == record.semantic)
+    ).one_or_none()
     if found is None:
         connection.execute(
             insert(artifacts).values(semantic=record.semantic, record=text.decode(), seal=seal(text))
         )
-    elif found != text.decode():
+    elif not decode(ArtifactRecord, found.record, found.seal).same_function(record):
         raise damaged(f"artifact {record.semantic:.16} is recorded otherwise than it was read")
 
 

@@ -106,7 +106,8 @@ def read_revision(row: RowMapping, number: int | None = None) -> Revision:
         raise damaged(f"the row of {revision.name} names another generation or artifact than its record")
     if row["artifact_record"] is None:
         raise damaged(f"{revision.name} names artifact {revision.key:.16}, which is not there")
-    if decode(ArtifactRecord, row["artifact_record"], row["artifact_seal"]) != revision.artifact:
+    artifact = decode(ArtifactRecord, row["artifact_record"], row["artifact_seal"])
+    if not artifact.same_function(revision.artifact):
         raise damaged(f"{revision.name} and artifact {revision.key:.16} do not say the same")
     return revision
 
