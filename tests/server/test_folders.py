@@ -8,7 +8,7 @@ import pytest
 from tests.server.rig import Front, run
 
 from loraplex.config import ServeConfig
-from loraplex.core.errors import ErrorCode, CapacityError
+from loraplex.core.errors import CapacityError, ErrorCode
 from loraplex.server.administration import register
 from loraplex.server.administration.register import CommandLine, adapter_sources
 from loraplex.server.announce import Announcer

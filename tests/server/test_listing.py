@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.server.rig import Front, error_of, run
 
+from loraplex.adapters.prepare import PreparedAdapter
+from loraplex.artifact.notes import Note, NoteKind
+from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import Inspect
+from loraplex.server.administration.register import require_own_base
 
 KEYS = {"operator": ("default", "admin"), "acme": ("acme", "admin"), "globex": ("globex", "admin")}
 
@@ -95,3 +101,41 @@ def test_a_tenant_sees_its_own_pins_and_requests_of_what_it_shares(tmp_path: Pat
             assert (entry["state"], entry["leases"], entry["pinned"]) == ("active", 3, True)
 
     run(tmp_path, test, api_key_file=key_file(tmp_path))
+
+
+def test_what_an_adapter_is_served_in_spite_of_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    note = Note(NoteKind.OTHER_BASE, "its configuration names another model")
+
+    async def test(front: Front) -> None:
+        prepare = front.adapters._life._prepare
+        notes: tuple[Note, ...] = (note,)
+
+        async def noting(source: str, content: str | None = None) -> PreparedAdapter:
+            return replace(await prepare(source), notes=notes)
+
+        front.adapters._life._prepare = noting
+        said = [{"kind": "other_base", "message": note.message}]
+        put = await front.http.put("/v1/adapters/a", json={"source": front.source("a")})
+        assert put.json()["notes"] == said
+        assert (await front.http.get("/v1/adapters")).json()["data"][0]["notes"] == said
+        assert note.message in caplog.text
+        notes = ()
+        again = await front.http.put("/v1/adapters/a", json={"source": front.source("a")})
+        assert again.json()["notes"] == []
+
+    run(tmp_path, test)
+
+
+def test_a_strict_base_refuses_what_names_another_one(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        prepared = await front.adapters._life._prepare(front.source("a"))
+        require_own_base(prepared)
+        require_own_base(replace(prepared, notes=(Note(NoteKind.CHAT_TEMPLATE, "it has its own"),)))
+        for kind in (NoteKind.OTHER_BASE, NoteKind.OTHER_BASE_REVISION):
+            with pytest.raises(CallerError) as caught:
+                require_own_base(replace(prepared, notes=(Note(kind, "it is another's"),)))
+            assert caught.value.code is ErrorCode.ADAPTER_BASE_MISMATCH
+
+    run(tmp_path, test)

@@ -1,7 +1,7 @@
 """What is said of adapters to whom: the engine's figures beside the catalog's, and of them what a tenant may know.
 
 An adapter may be shared, by its bytes, with tenants that know nothing of each other. What others do with it, their pins
-and their requests, shows to the operator alone. Specification: DESIGN 4 "Tenants", DESIGN 5 "HTTP".
+and their requests, shows to the operator alone. Specification: rulings "Tenants", interface "HTTP".
 """
 
 from __future__ import annotations

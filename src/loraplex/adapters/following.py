@@ -3,7 +3,7 @@
 `look` never waits for the engine, so that a name is never older than the database's last answer. What a look means for
 pins and for revoked adapters is queued, and done while nobody else changes names or registrations.
 
-Specification: 0x07F, 0x07I; DESIGN 4 "Leases".
+Specification: 0x07F, 0x07I; rulings "Leases".
 """
 
 from __future__ import annotations

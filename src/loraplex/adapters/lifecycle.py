@@ -16,7 +16,7 @@ The steps are the same for a server and for `LLM`; how they wait is a `Shell`'s:
 puts cancellations off and uses a thread, `LLM`'s (`plain_shell.py`) just calls. Never reads adapter files itself and never
 touches pages.
 
-Specification: 0x07F (swap by compare-and-set), 0x07G (shadow), 0x07H (leases), 0x07I (revocation); DESIGN 4 "Leases".
+Specification: 0x07F (swap by compare-and-set), 0x07G (shadow), 0x07H (leases), 0x07I (revocation); rulings "Leases".
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from loraplex.adapters.adapter_catalog import AdapterCatalog, draft_of
 from loraplex.adapters.held import HeldAdapters
 from loraplex.adapters.prepare import PreparedAdapter
 from loraplex.adapters.residency_controls import EngineCalls, ResidencyControls
+from loraplex.artifact.notes import Note
 from loraplex.catalog.changes import OPERATOR, Expectation, Mode
 from loraplex.catalog.records import AliasKey, Revision
 from loraplex.core.errors import LoraplexError
@@ -108,6 +109,7 @@ class Lifecycle:
         """reclaim: called with the kernel digest of an image that no revision names any more."""
         self.held = HeldAdapters(catalog.shares, reclaim)
         self.controls = ResidencyControls(engine)
+        self._notes: dict[AliasKey, tuple[int, tuple[Note, ...]]] = {}
         self._engine = engine
         self._catalog = catalog
         self._prepare = prepare
@@ -173,9 +175,23 @@ class Lifecycle:
         if not in_step:  # others published in between
             await self._catch_up(new.name, "published")
             gone += self._catalog.published(new)
+        self.note(new, prepared)
         for superseded in gone:
             await self._shell.retire(superseded.key)
         return new
+
+    def note(self, revision: Revision, prepared: PreparedAdapter) -> None:
+        """Keep and log what a revision is served in spite of, as its files say."""
+        self._notes[revision.alias_key] = revision.revision, prepared.notes
+        for note in prepared.notes:
+            _log.warning("adapter %s: %s", revision.name, note.message)
+
+    def notes_of(self, revision: Revision) -> list[dict[str, str]]:
+        """What was noted of a revision, as the adapter's JSON says it; nothing before its files were read here."""
+        number, notes = self._notes.get(revision.alias_key, (0, ()))
+        if number != revision.revision:
+            return []
+        return [{"kind": note.kind.value, "message": note.message} for note in notes]
 
     async def register(self, prepared: PreparedAdapter) -> None:
         """Have the engine know an adapter. Alone; raises `adapter_revoked` for what was revoked, also meanwhile."""
@@ -256,6 +272,7 @@ class Lifecycle:
         if generation > self._catalog.generation + 1:
             await self._catch_up(old.name, "removed")
         gone = self._catalog.removed(old, generation)
+        self._notes.pop(alias_key, None)
         try:
             await self.controls.unpin(alias_key)
         except LoraplexError as error:

@@ -7,7 +7,7 @@ The catalog may know revisions that this process has never read: those of an ear
 published. They are read from their source when they are first asked for, or in the background, and served only if
 their digest is the recorded one. Database calls run in a thread of their own.
 
-Specification: 0x07F (swap by compare-and-set), 0x07H (leases), DESIGN 4 "Leases".
+Specification: 0x07F (swap by compare-and-set), 0x07H (leases), rulings "Leases".
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class AdapterService(CatalogNames):
     # Questions
 
     async def describe(self, alias_key: AliasKey, viewer: str | None = None) -> dict[str, Any]:
-        """One adapter with the engine's view of it (DESIGN 5). viewer: the tenant that asks, None for the operator."""
+        """One adapter with the engine's view of it (interface "HTTP"). viewer: the tenant that asks, None for the operator."""
         revision = self._catalog.current(alias_key)
         figures = await self._engine.call(Inspect(0, (revision.key,)))
         return self._described(revision, live_entries(figures).get(revision.key, {}), viewer)
@@ -288,9 +288,8 @@ class AdapterService(CatalogNames):
         return described, first + limit < len(visible)
 
     def _described(self, revision: Revision, live: Entry, viewer: str | None) -> dict[str, Any]:
-        return revision.describe(
-            live if viewer is None or not live else self.seen_by(viewer, live, [revision])
-        )
+        seen = live if viewer is None or not live else self.seen_by(viewer, live, [revision])
+        return {**revision.describe(seen), "notes": self._life.notes_of(revision)}
 
     def seen_by(self, viewer: str, live: Entry, revisions: Sequence[Revision]) -> dict[str, Any]:
         """An engine's entry as a tenant may see it. revisions: what the tenant may list of the entry's adapter."""

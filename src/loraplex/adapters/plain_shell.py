@@ -1,6 +1,6 @@
 """How the life of an adapter waits in `LLM`: not at all. One thread, no event loop, a catalog that is nobody else's.
 
-Specification: DESIGN 5.
+Specification: interface "Python".
 """
 
 from __future__ import annotations

@@ -96,6 +96,7 @@ class Reading:
                 return
             async with self._life.prepared(revision.source, revision.content) as prepared:
                 _require_same(revision, prepared)
+                self._life.note(revision, prepared)
                 async with self._lock:
                     await self._life.take_up(prepared)
 

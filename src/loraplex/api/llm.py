@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace as with_fields
 
 from loraplex.adapters.adapter_catalog import AdapterCatalog
-from loraplex.adapters.describing import live_entries
+from loraplex.adapters.describing import Entry, live_entries
 from loraplex.adapters.lifecycle import Change
 from loraplex.adapters.plain_shell import PlainShell
 from loraplex.adapters.prepare import PreparedAdapter, prepare_source
@@ -255,7 +255,7 @@ class LLM:
     def adapters(self) -> list[dict[str, Any]]:
         """What is registered, with digests and residency."""
         live = live_entries(self.inspect())
-        return [revision.describe(live.get(revision.key, {})) for revision in self._catalog]
+        return [self._described(revision, live) for revision in self._catalog]
 
     def inspect(self) -> dict[str, Any]:
         """The engine's figures: pages, requests, residency."""
@@ -273,7 +273,10 @@ class LLM:
         return prepare_source(source, self._built.base, self._store, self._artifacts, content)
 
     def _describe(self, revision: Revision) -> dict[str, Any]:
-        return revision.describe(live_entries(self.inspect()).get(revision.key, {}))
+        return self._described(revision, live_entries(self.inspect()))
+
+    def _described(self, revision: Revision, live: Mapping[str, Entry]) -> dict[str, Any]:
+        return {**revision.describe(live.get(revision.key, {})), "notes": self._adapters.notes_of(revision)}
 
     async def call(self, message: EngineCall) -> dict[str, Any]:
         """What the life of adapters asks of an engine; over before it is awaited. Not meant for callers of `LLM`."""

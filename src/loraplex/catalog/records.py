@@ -4,7 +4,7 @@ A record is stored as canonical JSON beside a seal, the digest of that text. Wha
 accepted only when the text is strict, the seal is right, and every digest follows from the others: a row that somebody
 edited is refused, never served. Owns no storage.
 
-Specification: 0x01G (an alias is provenance, the bytes are identity), 0x0D (alias treated as content); DESIGN 4
+Specification: 0x01G (an alias is provenance, the bytes are identity), 0x0D (alias treated as content); rulings
 "Identity", "Tenants".
 """
 
@@ -152,7 +152,7 @@ class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self.artifact.check()
 
     def describe(self, live: Mapping[str, Any]) -> dict[str, Any]:
-        """The adapter's public JSON (DESIGN 5). live: the engine's entry for it, empty where it has none."""
+        """The adapter's public JSON (interface "HTTP"). live: the engine's entry for it, empty where it has none."""
         artifact = self.artifact
         return {
             "alias": self.alias,

@@ -1,6 +1,6 @@
 """What a publication writes: the rows of an artifact, a revision, an alias, a grant, each sealed. Inside its transaction.
 
-Never decides what is published. Specification: 0x07F; DESIGN 4 "Identity".
+Never decides what is published. Specification: 0x07F; rulings "Identity".
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ async def serve(
     )
     catalog = AdapterCatalog(frozenset({base_name}), CatalogStore.open(config.catalog or IN_MEMORY))
     artifacts = ArtifactStore(artifacts_folder(), int(config.store_gb * GIB))
-    preparation = Preparation(folder, engine_config, artifacts)
+    preparation = Preparation(folder, engine_config, artifacts, strict_base=config.strict_base)
     adapters = AdapterService(client, catalog, preparation, ImageStore(images).delete)
     preparation.named = lambda: adapters.off_loop(catalog.store.contents)
     supervisor.restore = lambda: _restore(adapters)

@@ -19,6 +19,7 @@ from typing import Any, Final
 from loraplex.adapters.prepare import PreparedAdapter
 from loraplex.adapters.prepare_pool import PreparePool
 from loraplex.artifact.checkpoint import CheckpointTensors
+from loraplex.artifact.notes import NoteKind
 from loraplex.artifact.source import read_config as read_adapter_config
 from loraplex.artifact.tensors import Dtype
 from loraplex.build.base_model import BaseModel, base_modules, read_config
@@ -52,11 +53,14 @@ class Preparation:
     named: keys in the artifact store that (current, superseded) revisions name, asked for when the store is full.
     """
 
-    def __init__(self, folder: Path, engine: EngineConfig, artifacts: ArtifactStore) -> None:
+    def __init__(
+        self, folder: Path, engine: EngineConfig, artifacts: ArtifactStore, *, strict_base: bool = False
+    ) -> None:
         self.named: Contents = _nothing
         self._folder = folder
         self._engine = engine
         self._artifacts = artifacts
+        self._strict_base = strict_base
         self._pool: PreparePool | None = None
 
     def begin(self, info: dict[str, Any]) -> None:
@@ -80,8 +84,14 @@ class Preparation:
 
     async def __call__(self, source: str, content: str | None = None) -> PreparedAdapter:
         """Prepare the adapter in `source`. A full artifact store is first cleared of what no revision names, then of
-        what only superseded revisions name.
+        what only superseded revisions name. Raises `adapter_base_mismatch` with `strict_base`, for another base's.
         """
+        prepared = await self._prepared(source, content)
+        if self._strict_base:
+            require_own_base(prepared)
+        return prepared
+
+    async def _prepared(self, source: str, content: str | None) -> PreparedAdapter:
         if self._pool is None:
             raise CapacityError(
                 ErrorCode.ENGINE_UNAVAILABLE, "adapters can be loaded once the engine is ready"
@@ -100,6 +110,17 @@ class Preparation:
         """End the preparing process."""
         if self._pool is not None:
             self._pool.close()
+
+
+def require_own_base(prepared: PreparedAdapter) -> None:
+    """Raise `adapter_base_mismatch` for an adapter that names another base model, or another revision of it."""
+    for note in prepared.notes:
+        if note.kind in (NoteKind.OTHER_BASE, NoteKind.OTHER_BASE_REVISION):
+            raise CallerError(
+                ErrorCode.ADAPTER_BASE_MISMATCH,
+                f"{note.message}; serve it over its own base, or without --strict-base",
+                param="source",
+            )
 
 
 @dataclass(frozen=True, slots=True)
