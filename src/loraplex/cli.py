@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 from cyclopts import App, Parameter
 
@@ -23,12 +23,11 @@ from loraplex.bench.bench_commands import bench_app
 from loraplex.catalog.catalog_commands import catalog_app
 from loraplex.config import DEFAULT_DRAIN_S, DEFAULT_STORE_GB, ServeConfig, parse_adapter
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, Root
+from loraplex.server.administration.adapter_commands import DEFAULT_URL, Key, Url, adapters_app
 from loraplex.server.administration.admin_client import RemoteServer
 
-if TYPE_CHECKING:
-    pass
-
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
+DemoOption = Annotated[bool, Parameter(negative="", help="Serve the demo model, SmolLM2-135M-Instruct.")]
 AdapterOption = Annotated[
     tuple[str, ...],
     Parameter(
@@ -43,6 +42,10 @@ RootOption = Annotated[
         help="Serve each adapter folder in it; the only place that clients may load from. Or a URL prefix.",
     ),
 ]
+StrictOption = Annotated[
+    bool, Parameter(negative="", help="Refuse adapters that were trained on another model by their own word.")
+]
+LateOption = Annotated[bool, Parameter(help="Look into --adapter-dir again for a name that is not known.")]
 CatalogOption = Annotated[
     str | None,
     Parameter(
@@ -61,7 +64,6 @@ app = App(
     version=__version__,
     help_format="plaintext",
 )
-adapters_app = App(name="adapters", help="Adapters of a running server.")
 app.command(adapters_app)
 app.command(catalog_app)
 app.command(bench_app)
@@ -79,11 +81,11 @@ def _unsupported(option: str, seen: object) -> CallerError:
 def serve(
     model: Annotated[str | None, Parameter(help="Model folder or GGUF file.")] = None,
     *,
-    demo: Annotated[
-        bool, Parameter(negative="", help="Serve the demo model, SmolLM2-135M-Instruct.")
-    ] = False,
+    demo: DemoOption = False,
     adapter: AdapterOption = (),
     adapter_dir: RootOption = (),
+    adapter_dir_late: LateOption = True,
+    strict_base: StrictOption = False,
     host: Annotated[str, Parameter(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Parameter(help="Port to listen on.")] = 8000,
     device: Annotated[Literal["cpu", "cuda"], Parameter(help="Where the model runs.")] = "cpu",
@@ -133,6 +135,8 @@ def serve(
         demo=demo,
         adapters=tuple(parse_adapter(text) for text in adapter),
         adapter_dirs=adapter_dir,
+        adapter_dir_late=adapter_dir_late,
+        strict_base=strict_base,
         host=host,
         port=port,
         device=device,
@@ -172,119 +176,10 @@ def run_server(config: ServeConfig) -> int:
         return asyncio.run(serve_until_told(config, folder, base_name, images, create_app, Announcer(config)))
 
 
-Url = Annotated[str, Parameter(name="--url", env_var="LORAPLEX_URL", help="Where the server is.")]
-Key = Annotated[str | None, Parameter(name="--api-key", env_var="LORAPLEX_API_KEY", help="Key to present.")]
-DEFAULT_URL = "http://127.0.0.1:8000"
-_PIPE_COLUMNS = 1000
-
-
-@adapters_app.command(name="list")
-def list_adapters(*, url: Url = DEFAULT_URL, api_key: Key = None, as_json: AsJson = False) -> None:
-    """List adapters, their revisions and where they are."""
-    adapters = RemoteServer(url, api_key).adapters()
-    if as_json:
-        print(json.dumps(adapters, indent=2))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None)
-    for head in ("alias", "revision", "method", "ranks", "state", "leases", "device", "semantic digest"):
-        table.add_column(head, overflow="fold")
-    for item in adapters:
-        ranks = "/".join(map(str, item["ranks"])) or "-"
-        size = f"{item['tier_bytes']['device'] / 1024:,.0f} KiB"
-        row = (item["alias"], item["revision"], item["method"], ranks, item["state"], item["leases"], size)
-        table.add_row(*map(str, row), item["semantic_digest"][:12])
-    # Whoever reads it through a pipe has no width.
-    width = None if sys.stdout.isatty() else _PIPE_COLUMNS
-    Console(highlight=False, width=width).print(table if adapters else "no adapters")
-
-
-@adapters_app.command
-def show(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
-    """Show one adapter as JSON."""
-    print(json.dumps(RemoteServer(url, api_key).adapter(alias), indent=2))
-
-
-@adapters_app.command
-def add(alias: str, source: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
-    """Register the adapter in the folder SOURCE under a new ALIAS."""
-    _print_applied(RemoteServer(url, api_key).add(alias, _absolute(source)))
-
-
-@adapters_app.command
-def swap(
-    alias: str,
-    source: str,
-    /,
-    *,
-    expected: Annotated[int | None, Parameter(help="Replace only this revision.")] = None,
-    drain: Annotated[
-        bool, Parameter(negative="", help="Ask for no room beside the old revision; new requests wait.")
-    ] = False,
-    url: Url = DEFAULT_URL,
-    api_key: Key = None,
-) -> None:
-    """Publish the adapter in SOURCE as a new revision of ALIAS; requests under way finish on the old one."""
-    _print_applied(RemoteServer(url, api_key).swap(alias, _absolute(source), expected, drain=drain))
-
-
-@adapters_app.command
-def remove(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
-    """Take ALIAS away."""
-    RemoteServer(url, api_key).remove(alias)
-    print(f"{alias} is removed")
-
-
 @app.command
 def provenance(request_id: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
     """Show what answered a request as JSON: base, artifact, kernel and binding digests, attempt, generations."""
     print(json.dumps(RemoteServer(url, api_key).provenance(request_id), indent=2))
-
-
-@adapters_app.command
-def pin(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
-    """Keep ALIAS on the device, whatever it stands for."""
-    print(f"{alias} is pinned, {RemoteServer(url, api_key).act(alias, 'pin')['state']}")
-
-
-@adapters_app.command
-def unpin(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
-    """Let ALIAS be evicted again."""
-    print(f"{alias} is not pinned, {RemoteServer(url, api_key).act(alias, 'unpin')['state']}")
-
-
-@adapters_app.command
-def prefetch(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
-    """Load ALIAS now, if that takes nothing that requests will want."""
-    print(f"{alias} is {RemoteServer(url, api_key).act(alias, 'prefetch')['state']}")
-
-
-@adapters_app.command
-def revoke(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
-    """End what ALIAS stands for, under every name, and the requests on it."""
-    print(f"revoked: {', '.join(RemoteServer(url, api_key).act(alias, 'revoke')['revoked'])}")
-
-
-@adapters_app.command
-def limits(
-    *,
-    pool_share: Annotated[float | None, Parameter(help="Part of the page pool, 0 to 1.")] = None,
-    resident: Annotated[int | None, Parameter(help="Adapters on the device.")] = None,
-    host_gb: Annotated[float | None, Parameter(help="Adapter images in host memory, in GiB.")] = None,
-    url: Url = DEFAULT_URL,
-    api_key: Key = None,
-) -> None:
-    """Show or change what adapters may take, while the server serves."""
-    changes = {"pool_share": pool_share, "resident_adapters": resident, "host_gb": host_gb}
-    known = {name: value for name, value in changes.items() if value is not None}
-    print(json.dumps(RemoteServer(url, api_key).limits(known), indent=2))
-
-
-def _print_applied(item: dict[str, Any]) -> None:
-    applied = f"{item['tensors_applied']} of {item['tensors_total']} tensors applied"
-    print(f"{item['alias']}@{item['revision']}: {applied}, {item['semantic_digest'][:12]}, {item['state']}")
 
 
 @app.command
@@ -367,11 +262,6 @@ def sim(
     else:
         print("\n".join(report_lines(report, command)))
     return 1 if report.violation is not None else 0
-
-
-def _absolute(source: str) -> str:
-    """A local path as the server sees it; the server has another working folder."""
-    return source if "://" in source else str(Path(source).absolute())
 
 
 def _end(signum: int, frame: FrameType | None) -> NoReturn:

@@ -116,7 +116,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What `loraplex serve` was asked for. `engine` makes the engine's part of it.
 
     model: folder or GGUF file; None with demo. adapters: (alias, source). adapter_dirs: folders whose subfolders are
-    registered, and the only places that remote callers may load from; also URL prefixes. catalog: URL of its database,
+    registered, and the only places that remote callers may load from; also URL prefixes. adapter_dir_late: a name that
+    is not known is looked for there again. strict_base: refuse adapters that name another base model. catalog: URL of its database,
     None for one that ends with the server. store_gb: limit of the store of downloaded adapters, GiB. api_key_file:
     without one, only loopback. expose_without_keys: listen elsewhere all the same. log_prompts: prompts may stand in the
     log. host_gb: adapter images in host memory, in GiB. host_locked_gb: see `EngineConfig`. drain_s: how long open requests may go on after SIGTERM.
@@ -126,6 +127,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     demo: bool = False
     adapters: tuple[tuple[str, str], ...] = ()
     adapter_dirs: tuple[str, ...] = ()
+    adapter_dir_late: bool = True
+    strict_base: bool = False
     host: str = "127.0.0.1"
     port: int = 8000
     device: str = "cpu"

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from tests.catalog.names import named
 from tests.waiting import LIMIT_S
 
 from loraplex.adapters.adapter_catalog import AdapterCatalog
@@ -85,16 +86,16 @@ def run(test: Callable[[AdapterService, Engine, Preparing], Awaitable[None]]) ->
 
 def test_two_names_of_one_artifact_leave_with_the_last() -> None:
     async def test(service: AdapterService, engine: Engine, _: Preparing) -> None:
-        await service.add("a", "x#1")
-        await service.add("b", "x#2")
+        await service.add(named("a"), "x#1")
+        await service.add(named("b"), "x#2")
         assert engine.sent == [("+", key("x"))]
-        await service.remove("a")
+        await service.remove(named("a"))
         await service.settled()
         assert engine.sent == [("+", key("x"))]
-        await service.swap("b", "y")
+        await service.swap(named("b"), "y")
         await service.settled()
         assert engine.sent == [("+", key("x")), ("+", key("y")), ("-", key("x"))]
-        await service.swap("b", "y#again")
+        await service.swap(named("b"), "y#again")
         await service.settled()
         assert service.resolve("b").revision == 3
         assert len(engine.sent) == 3
@@ -104,9 +105,9 @@ def test_two_names_of_one_artifact_leave_with_the_last() -> None:
 
 def test_swap_does_not_wait_for_the_old_one_to_drain() -> None:
     async def test(service: AdapterService, engine: Engine, _: Preparing) -> None:
-        await service.add("a", "x")
+        await service.add(named("a"), "x")
         with service.bind("a") as bound:
-            new = await service.swap("a", "y")
+            new = await service.swap(named("a"), "y")
             assert (bound.revision, new.revision) == (1, 2)
             with service.bind("a@2") as again:
                 assert again.key == key("y")
@@ -120,16 +121,16 @@ def test_swap_does_not_wait_for_the_old_one_to_drain() -> None:
 
 def test_a_name_that_comes_back_cancels_the_retirement() -> None:
     async def test(service: AdapterService, engine: Engine, _: Preparing) -> None:
-        await service.add("a", "x")
+        await service.add(named("a"), "x")
         with service.bind("a"):
-            await service.remove("a")
-            await service.add("b", "x")
+            await service.remove(named("a"))
+            await service.add(named("b"), "x")
         await service.settled()
         assert engine.sent == [("+", key("x"))]
         with service.bind("b"):
-            await service.remove("b")
-            await service.add("b", "x")
-            await service.remove("b")
+            await service.remove(named("b"))
+            await service.add(named("b"), "x")
+            await service.remove(named("b"))
         await service.settled()
         assert engine.sent == [("+", key("x")), ("-", key("x"))]
 
@@ -138,11 +139,11 @@ def test_a_name_that_comes_back_cancels_the_retirement() -> None:
 
 def test_registration_after_removal_is_sent_after_it() -> None:
     async def test(service: AdapterService, engine: Engine, _: Preparing) -> None:
-        await service.add("a", "x")
+        await service.add(named("a"), "x")
         engine.answer.clear()
-        await service.remove("a")
+        await service.remove(named("a"))
         await engine.until(2)
-        adding = asyncio.ensure_future(service.add("a", "x"))
+        adding = asyncio.ensure_future(service.add(named("a"), "x"))
         await engine.until(3)
         engine.answer.set()
         assert (await adding).revision == 2
@@ -153,21 +154,21 @@ def test_registration_after_removal_is_sent_after_it() -> None:
 
 def test_failures_before_publication_change_nothing() -> None:
     async def test(service: AdapterService, engine: Engine, _: Preparing) -> None:
-        await service.add("a", "x")
+        await service.add(named("a"), "x")
         generation = service.generation
         engine.refuse[key("y")] = CapacityError(ErrorCode.POOL_EXHAUSTED, "full")
         for change in (
-            service.swap("a", "y"),
-            service.put("a", "y"),
-            service.add("b", "y"),
-            service.put("b", "y"),
+            service.swap(named("a"), "y"),
+            service.put(named("a"), "y"),
+            service.add(named("b"), "y"),
+            service.put(named("b"), "y"),
         ):
             with pytest.raises(CapacityError):
                 await change
         assert [r.name for r in service] == ["a@1"]
         assert service.generation == generation
         engine.refuse.clear()
-        assert (await service.put("a", "y")).name == "a@2"
+        assert (await service.put(named("a"), "y")).name == "a@2"
 
     run(test)
 
@@ -175,13 +176,13 @@ def test_failures_before_publication_change_nothing() -> None:
 def test_races_for_one_name_have_one_winner() -> None:
     async def test(service: AdapterService, engine: Engine, preparing: Preparing) -> None:
         preparing.gate.clear()
-        adds = [asyncio.ensure_future(service.add("a", f"x{n}")) for n in range(3)]
+        adds = [asyncio.ensure_future(service.add(named("a"), f"x{n}")) for n in range(3)]
         await asyncio.sleep(0)
         preparing.gate.set()
         results = await asyncio.gather(*adds, return_exceptions=True)
         assert sum(isinstance(result, CallerError) for result in results) == 2
         preparing.gate.clear()
-        swaps = [asyncio.ensure_future(service.swap("a", f"y{n}", 1)) for n in range(3)]
+        swaps = [asyncio.ensure_future(service.swap(named("a"), f"y{n}", expected=1)) for n in range(3)]
         await asyncio.sleep(0)
         preparing.gate.set()
         results = await asyncio.gather(*swaps, return_exceptions=True)
@@ -197,13 +198,13 @@ def test_names_are_checked_before_anything_is_read() -> None:
     async def test(service: AdapterService, engine: Engine, preparing: Preparing) -> None:
         preparing.gate.clear()
         for change, code in (
-            (service.add("base", "x"), ErrorCode.ADAPTER_EXISTS),
-            (service.put("base", "x"), ErrorCode.ADAPTER_EXISTS),
-            (service.put("a b", "x"), ErrorCode.INVALID_REQUEST),
-            (service.swap("a", "x"), ErrorCode.ADAPTER_NOT_FOUND),
-            (service.put("a", "x", 1), ErrorCode.ADAPTER_NOT_FOUND),
-            (service.remove("a"), ErrorCode.ADAPTER_NOT_FOUND),
-            (service.describe("a"), ErrorCode.ADAPTER_NOT_FOUND),
+            (service.add(named("base"), "x"), ErrorCode.ADAPTER_EXISTS),
+            (service.put(named("base"), "x"), ErrorCode.ADAPTER_EXISTS),
+            (service.put(named("a b"), "x"), ErrorCode.INVALID_REQUEST),
+            (service.swap(named("a"), "x"), ErrorCode.ADAPTER_NOT_FOUND),
+            (service.put(named("a"), "x", expected=1), ErrorCode.ADAPTER_NOT_FOUND),
+            (service.remove(named("a")), ErrorCode.ADAPTER_NOT_FOUND),
+            (service.describe(named("a")), ErrorCode.ADAPTER_NOT_FOUND),
         ):
             with pytest.raises(CallerError) as caught:
                 await change
@@ -215,9 +216,9 @@ def test_names_are_checked_before_anything_is_read() -> None:
 
 def test_restore_registers_everything_and_reports_what_it_could_not() -> None:
     async def test(service: AdapterService, engine: Engine, _: Preparing) -> None:
-        await service.add("a", "x")
-        await service.add("b", "x")
-        await service.add("c", "y")
+        await service.add(named("a"), "x")
+        await service.add(named("b"), "x")
+        await service.add(named("c"), "y")
         engine.sent.clear()
         engine.refuse[key("y")] = CallerError(ErrorCode.ADAPTER_TOO_LARGE, "too large")
         failed = await service.restore()
@@ -229,9 +230,9 @@ def test_restore_registers_everything_and_reports_what_it_could_not() -> None:
 
 def test_a_removal_that_the_engine_refuses_is_kept_for_the_operator() -> None:
     async def test(service: AdapterService, engine: Engine, _: Preparing) -> None:
-        await service.add("a", "x")
+        await service.add(named("a"), "x")
         engine.refuse[key("x")] = CapacityError(ErrorCode.ENGINE_DIED, "gone")
-        await service.remove("a")
+        await service.remove(named("a"))
         await service.settled()
         assert service.retire_failures[key("x")].code is ErrorCode.ENGINE_DIED
 
@@ -245,18 +246,18 @@ def test_images_go_with_the_last_revision_that_names_them() -> None:
         async with asyncio.timeout(LIMIT_S):
             engine, preparing = Engine(), Preparing()
             service = AdapterService(engine, AdapterCatalog(), preparing, reclaimed.append)
-            await service.add("a", "one")
-            await service.add("b", "one")
-            await service.swap("a", "two")
+            await service.add(named("a"), "one")
+            await service.add(named("b"), "one")
+            await service.swap(named("a"), "two")
             await service.settled()
             assert reclaimed == []  # b still names it
-            await service.remove("b")
+            await service.remove(named("b"))
             await service.settled()
             assert reclaimed == [key("one")]
             preparing.gate.clear()
-            again = asyncio.create_task(service.add("c", "two"))
+            again = asyncio.create_task(service.add(named("c"), "two"))
             await asyncio.sleep(0)
-            await service.remove("a")
+            await service.remove(named("a"))
             await service.settled()
             assert reclaimed == [key("one")]  # a preparation may have found the image in the store
             preparing.gate.set()
@@ -264,7 +265,7 @@ def test_images_go_with_the_last_revision_that_names_them() -> None:
             assert reclaimed == [key("one")]
             engine.refuse[key("three")] = InternalFault(ErrorCode.COPY_CHECKSUM, "damaged")
             with pytest.raises(InternalFault):
-                await service.add("d", "three")
+                await service.add(named("d"), "three")
             assert reclaimed == [key("one"), key("three")]
             await service.close()
 

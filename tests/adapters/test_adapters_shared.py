@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.adapters.test_adapters import BASE_ABI, Engine, Preparing, artifact, key
+from tests.catalog.names import named
 from tests.waiting import LIMIT_S
 
 from loraplex.adapters.adapter_catalog import AdapterCatalog
@@ -90,10 +91,10 @@ async def refused(code: ErrorCode, server: Server, name: str) -> None:
 def test_a_restart_serves_what_was_published_and_reads_it_once(tmp_path: Path) -> None:
     async def test(server: Callable[[], Server]) -> None:
         before = server()
-        await before.service.add("a", "x")
-        await before.service.swap("a", "y")
-        await before.service.add("b", "z")
-        await before.service.remove("b")
+        await before.service.add(named("a"), "x")
+        await before.service.swap(named("a"), "y")
+        await before.service.add(named("b"), "z")
+        await before.service.remove(named("b"))
         after = server()
         assert [r.name for r in after.service] == ["a@2"]
         assert after.engine.sent == []
@@ -110,8 +111,8 @@ def test_a_superseded_revision_is_read_again_where_it_was_never_read_and_leaves_
 ) -> None:
     async def test(server: Callable[[], Server]) -> None:
         before = server()
-        await before.service.add("a", "x")
-        await before.service.swap("a", "y")
+        await before.service.add(named("a"), "x")
+        await before.service.swap(named("a"), "y")
         after = server()
         async with AsyncExitStack() as held_together:
             serving = (after.service.serving(name) for name in ("a@1", "a@1", "a", "a@1"))
@@ -121,18 +122,18 @@ def test_a_superseded_revision_is_read_again_where_it_was_never_read_and_leaves_
         await after.service.settled()
         assert sorted(after.engine.sent) == sorted([("+", key("x")), ("-", key("x")), ("+", key("y"))])
         async with after.service.serving("a@1") as held:
-            await after.service.swap("a", "z")  # the name moves on; what the request is bound to stays
+            await after.service.swap(named("a"), "z")  # the name moves on; what the request is bound to stays
             assert held.key == key("x")
             assert ("-", key("x")) not in after.engine.sent[3:]
         await after.service.settled()
         assert after.engine.sent[-1] == ("-", key("x"))
         other = server()
-        await other.service.swap("a", "x")  # and by the name again: it is current, and stays
+        await other.service.swap(named("a"), "x")  # and by the name again: it is current, and stays
         await refused(ErrorCode.MODEL_NOT_FOUND, after, "a@5")
         assert await enter(after, "a@1") == "a@1"
         await after.service.settled()
         assert after.engine.sent[-1] != ("-", key("x"))
-        await other.service.revoke("a")
+        await other.service.revoke(named("a"))
         await refused(
             ErrorCode.MODEL_NOT_FOUND, after, "a@2"
         )  # the revocation took the name, and its history with it
@@ -149,7 +150,7 @@ def test_the_background_reads_everything_and_what_cannot_be_read_is_refused_alon
     async def test(server: Callable[[], Server]) -> None:
         before = server()
         for alias, source in (("a", "x"), ("b", "y"), ("c", "z")):
-            await before.service.add(alias, source)
+            await before.service.add(named(alias), source)
         after = server()
         after.reading.holds["y"] = "something else"
         after.service.begin()
@@ -165,7 +166,7 @@ def test_the_background_reads_everything_and_what_cannot_be_read_is_refused_alon
 
 def test_another_base_or_a_source_that_is_gone_is_refused(tmp_path: Path) -> None:
     async def test(server: Callable[[], Server]) -> None:
-        await server().service.add("a", "x")
+        await server().service.add(named("a"), "x")
         other = server()
         other.reading.base = "b" * 64
         await refused(ErrorCode.ADAPTER_BASE_MISMATCH, other, "a")
@@ -179,11 +180,11 @@ def test_another_base_or_a_source_that_is_gone_is_refused(tmp_path: Path) -> Non
 def test_servers_see_publications_swaps_and_removals_of_each_other(tmp_path: Path) -> None:
     async def test(server: Callable[[], Server]) -> None:
         here, there = server(), server()
-        await here.service.add("a", "x")
+        await here.service.add(named("a"), "x")
         assert await enter(there, "a") == "a@1"  # a name that is not known is looked up before it is refused
-        await there.service.swap("a", "y", 1)
+        await there.service.swap(named("a"), "y", expected=1)
         with pytest.raises(CallerError) as caught:
-            await here.service.swap("a", "z", 1)
+            await here.service.swap(named("a"), "z", expected=1)
         assert caught.value.code is ErrorCode.ADAPTER_REVISION_CONFLICT
         await here.service.settled()
         assert here.engine.sent[-1] == ("-", key("z"))  # the loser's artifact leaves the engine again
@@ -191,7 +192,7 @@ def test_servers_see_publications_swaps_and_removals_of_each_other(tmp_path: Pat
         await here.service.settled()
         assert {("-", key("x")), ("+", key("y"))} <= set(here.engine.sent)
         assert await enter(here, "a") == "a@2"
-        await there.service.remove("a")
+        await there.service.remove(named("a"))
         following = asyncio.create_task(here.service.follow(every_s=0))
         await here.engine.until(len(here.engine.sent) + 1)
         following.cancel()
@@ -205,13 +206,13 @@ def test_a_tenants_revocation_reaches_other_servers_and_leaves_others_their_own(
     async def test(server: Callable[[], Server]) -> None:
         here, there = server(), server()
         for name in ("a", "b"):
-            await here.service.add(name, name, "acme")
+            await here.service.add(named(name, "acme"), name)
         await there.service.refresh()
         await there.service.settled()
-        await here.service.revoke("a", "acme", "acme admin", "acme")
-        await here.service.revoke("b", "acme", "acme admin", "acme")
+        await here.service.revoke(named("a", "acme"), "acme admin", "acme")
+        await here.service.revoke(named("b", "acme"), "acme admin", "acme")
         await here.service.add(
-            "c", "b", "globex"
+            named("c", "globex"), "b"
         )  # the same bytes, by somebody else, before the other server looks
         await there.service.refresh()
         for each, ended in ((here, ["a", "b"]), (there, ["a"])):
@@ -219,9 +220,9 @@ def test_a_tenants_revocation_reaches_other_servers_and_leaves_others_their_own(
             async with each.service.serving("c", "globex") as revision:
                 assert revision.key == key("b")
             with pytest.raises(CallerError) as caught:
-                await each.service.add("d", "b", "acme")
+                await each.service.add(named("d", "acme"), "b")
             assert caught.value.code is ErrorCode.ADAPTER_REVOKED
-        await there.service.add("d", "a", "globex")
+        await there.service.add(named("d", "globex"), "a")
 
     run(tmp_path, test)
 
@@ -230,28 +231,28 @@ def test_a_revocation_reaches_servers_whose_engine_lacks_the_adapter(tmp_path: P
     async def test(server: Callable[[], Server]) -> None:
         here, there = server(), server()
         for alias in ("a", "b", "c", "d"):
-            await here.service.add(alias, alias)
+            await here.service.add(named(alias), alias)
         await there.service.refresh()
         await there.service.settled()
         there.service.catalog.store.revoke(key("a"))
         late = server()  # knows b to d, and has none of them with its engine
-        await there.service.revoke("b")
+        await there.service.revoke(named("b"))
         await late.service.refresh()
         assert not any(isinstance(m, RevokeAdapter) for m in late.engine.asked)
         here.engine.refuse[key("a")] = CallerError(ErrorCode.ADAPTER_NOT_FOUND, "it was removed")
         here.engine.refuse[key("b")] = CapacityError(ErrorCode.ENGINE_DIED, "gone")
         here.engine.refuse[key("c")] = InternalFault(ErrorCode.INTERNAL, "it would not")
         with pytest.raises(InternalFault):
-            await here.service.revoke("c")
+            await here.service.revoke(named("c"))
         assert set(here.service.retire_failures) == {key("c")}
-        await there.service.revoke("d")
+        await there.service.revoke(named("d"))
         await here.service.refresh()
         revoked = [m.key for m in here.engine.asked if isinstance(m, RevokeAdapter)]
         assert sorted(revoked) == sorted(key(name) for name in "abcd")
         assert list(here.service) == []
         for name in "abcd":
             with pytest.raises(CallerError) as caught:
-                await here.service.add(name, name)
+                await here.service.add(named(name), name)
             assert caught.value.code is ErrorCode.ADAPTER_REVOKED
 
     run(tmp_path, test)
@@ -271,10 +272,10 @@ def pins(server: Server) -> Counter[str]:
 def test_a_servers_own_swap_keeps_its_pin(tmp_path: Path, drain: bool, seen_first: bool) -> None:
     async def test(server: Callable[[], Server]) -> None:
         here, there = server(), server()
-        await here.service.add("a", "x")
-        await here.service.add("same", "x")
-        await here.service.pin("a")
-        await here.service.pin("same")
+        await here.service.add(named("a"), "x")
+        await here.service.add(named("same"), "x")
+        await here.service.pin(named("a"))
+        await here.service.pin(named("same"))
         if seen_first:  # whoever follows the catalog sees the publication before the swap itself does
             off_loop = here.service.off_loop
 
@@ -282,17 +283,17 @@ def test_a_servers_own_swap_keeps_its_pin(tmp_path: Path, drain: bool, seen_firs
                 result = await off_loop(work)
                 if isinstance(result, tuple):
                     here.service.off_loop = off_loop  # type: ignore[method-assign]
-                    await here.service.refresh()
+                    await here.service.look()
                 return result
 
             here.service.off_loop = slow  # type: ignore[method-assign,assignment]
         else:
-            await there.service.add("b", "z")
-        await here.service.swap("a", "y", drain=drain)
+            await there.service.add(named("b"), "z")
+        await here.service.swap(named("a"), "y", drain=drain)
         await here.service.settled()
         assert pins(here) == {key("y"): 1, key("x"): 1}
         await there.service.refresh()
-        await there.service.swap("a", "w")
+        await there.service.swap(named("a"), "w")
         await here.service.refresh()
         await here.service.settled()
         assert pins(here) == {key("w"): 1, key("x"): 1}
@@ -304,15 +305,17 @@ def test_a_servers_own_swap_keeps_its_pin(tmp_path: Path, drain: bool, seen_firs
 def test_a_pin_follows_to_a_revision_that_another_name_has_too(tmp_path: Path, known: bool) -> None:
     async def test(server: Callable[[], Server]) -> None:
         here, there = server(), server()
-        await here.service.add("a", "x")
-        await here.service.pin("a")
-        await (here if known else there).service.add("b", "y")
+        await here.service.add(named("a"), "x")
+        await here.service.pin(named("a"))
+        await (here if known else there).service.add(named("b"), "y")
         await there.service.refresh()
-        await there.service.swap("a", "y")
+        await there.service.swap(named("a"), "y")
         await here.service.refresh()
         await here.service.settled()
         assert pins(here) == {key("y"): 1}
-        await there.service.swap("a", "x")  # back to what it was, which is read once more or still here
+        await there.service.swap(
+            named("a"), "x"
+        )  # back to what it was, which is read once more or still here
         await here.service.refresh()
         await here.service.settled()
         assert pins(here) == {key("x"): 1}
@@ -324,17 +327,17 @@ def test_a_pin_follows_to_a_revision_that_another_name_has_too(tmp_path: Path, k
 def test_a_pin_that_was_given_up_does_not_come_back(tmp_path: Path, end: str) -> None:
     async def test(server: Callable[[], Server]) -> None:
         here, there = server(), server()
-        await here.service.add("a", "x")
-        await here.service.pin("a")
+        await here.service.add(named("a"), "x")
+        await here.service.pin(named("a"))
         await there.service.refresh()
-        await there.service.swap("a", "y")
+        await there.service.swap(named("a"), "y")
         here.reading.missing = True  # the new revision cannot take the pin yet
         await here.service.refresh()
         await here.service.settled()
-        await (here.service.unpin("a") if end == "unpin" else here.service.remove("a"))
+        await (here.service.unpin(named("a")) if end == "unpin" else here.service.remove(named("a")))
         here.reading.missing = False
         await there.service.refresh()
-        await there.service.put("a", "v")
+        await there.service.put(named("a"), "v")
         await here.service.refresh()
         await here.service.settled()
         assert await enter(here, "a") == "a@3"
@@ -346,10 +349,10 @@ def test_a_pin_that_was_given_up_does_not_come_back(tmp_path: Path, end: str) ->
 def test_a_revision_superseded_elsewhere_lives_as_long_as_it_is_bound(tmp_path: Path) -> None:
     async def test(server: Callable[[], Server]) -> None:
         here, there = server(), server()
-        await here.service.add("a", "x")
+        await here.service.add(named("a"), "x")
         await there.service.refresh()
         async with here.service.serving("a") as bound:
-            await there.service.swap("a", "y")
+            await there.service.swap(named("a"), "y")
             await here.service.refresh()
             assert bound.name == "a@1"
             assert ("-", key("x")) not in here.engine.sent
@@ -362,12 +365,12 @@ def test_a_revision_superseded_elsewhere_lives_as_long_as_it_is_bound(tmp_path: 
 def test_a_revision_superseded_while_it_is_read_is_served_to_its_request_and_leaves(tmp_path: Path) -> None:
     async def test(server: Callable[[], Server]) -> None:
         here, there = server(), server()
-        await here.service.add("a", "x")
+        await here.service.add(named("a"), "x")
         await there.service.refresh()
         there.reading.gate.clear()
         reading = asyncio.create_task(enter(there, "a"))
         await there.reading.began.wait()
-        await here.service.swap("a", "y")
+        await here.service.swap(named("a"), "y")
         refresh = asyncio.create_task(there.service.refresh())
         await refresh
         there.reading.gate.set()
@@ -381,8 +384,8 @@ def test_a_revision_superseded_while_it_is_read_is_served_to_its_request_and_lea
 def test_a_restarted_engine_gets_back_what_this_server_knows(tmp_path: Path) -> None:
     async def test(server: Callable[[], Server]) -> None:
         first = server()
-        await first.service.add("a", "x")
-        await first.service.add("b", "y")
+        await first.service.add(named("a"), "x")
+        await first.service.add(named("b"), "y")
         after = server()
         await enter(after, "a")
         after.engine.sent.clear()
@@ -403,13 +406,13 @@ def test_the_command_line_is_applied_once(tmp_path: Path) -> None:
         from loraplex.server.administration.register import COMMAND_LINE
 
         service = server().service
-        mine = await service.add("a", "x", actor=COMMAND_LINE)
-        assert await service.put_unless("a", "x", mine, actor=COMMAND_LINE) == mine
-        swapped = await service.swap("a", "y")
-        assert await service.put_unless("a", "x", mine, actor=COMMAND_LINE) == swapped
-        await service.remove("a")
-        assert await service.put_unless("a", "x", mine, actor=COMMAND_LINE) is None
-        new = await service.put_unless("a", "z", mine, actor=COMMAND_LINE)
+        mine = await service.add(named("a"), "x", actor=COMMAND_LINE)
+        assert await service.put_unless(named("a"), "x", mine, actor=COMMAND_LINE) == mine
+        swapped = await service.swap(named("a"), "y")
+        assert await service.put_unless(named("a"), "x", mine, actor=COMMAND_LINE) == swapped
+        await service.remove(named("a"))
+        assert await service.put_unless(named("a"), "x", mine, actor=COMMAND_LINE) is None
+        new = await service.put_unless(named("a"), "z", mine, actor=COMMAND_LINE)
         assert new is not None
         assert (new.name, new.key, new.actor) == ("a@3", key("z"), COMMAND_LINE)
 
@@ -432,7 +435,7 @@ def test_a_catalog_that_is_silent_is_asked_again(tmp_path: Path, caplog: pytest.
         following = asyncio.create_task(here.service.follow(every_s=0))
         await asked.wait()
         store.changes = real  # type: ignore[method-assign]
-        await there.service.add("a", "x")
+        await there.service.add(named("a"), "x")
         await here.engine.until(1)
         following.cancel()
         assert [r.name for r in here.service] == ["a@1"]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from sqlalchemy import event
 from tests.catalog.make import artifact, draft
+from tests.catalog.names import named
 
 from loraplex.catalog.changes import Mode
 from loraplex.catalog.records import Grant, Right
@@ -17,7 +18,7 @@ OPERATIONS: dict[str, Callable[[CatalogStore], object]] = {
     "add": lambda store: store.publish(draft("new", 7), Mode.ADD),
     "swap": lambda store: store.publish(draft("a", 7), Mode.SWAP),
     "swap to a known artifact": lambda store: store.publish(draft("a", 1), Mode.SWAP),
-    "remove": lambda store: store.remove("default", "a"),
+    "remove": lambda store: store.remove(named("a")),
     "revoke": lambda store: store.revoke(artifact(1).semantic),
     "grant": lambda store: store.grant(Grant("default", "a", "acme", (Right.USE,))),
     "withdraw": lambda store: store.withdraw("default", "a", "globex"),

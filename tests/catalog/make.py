@@ -6,7 +6,7 @@ import hashlib
 from typing import Any
 
 from loraplex.catalog.changes import Draft
-from loraplex.catalog.records import DEFAULT_NAMESPACE, ArtifactRecord
+from loraplex.catalog.records import DEFAULT_NAMESPACE, AliasKey, ArtifactRecord
 from loraplex.identity.digests import ALWAYS_ON, semantic_abi
 
 BASE_ABI = hashlib.sha256(b"base").hexdigest()
@@ -26,4 +26,4 @@ def artifact(number: int = 0, **changes: Any) -> ArtifactRecord:
 def draft(alias: str = "a", number: int = 0, namespace: str = DEFAULT_NAMESPACE, **changes: Any) -> Draft:
     """What publishing that artifact under an alias asks for."""
     fields: dict[str, Any] = {"source": f"/adapters/{number}", "artifact": artifact(number)} | changes
-    return Draft(namespace, alias, **fields)
+    return Draft(AliasKey(namespace, alias), **fields)

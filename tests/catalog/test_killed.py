@@ -12,6 +12,7 @@ import pytest
 from tests.catalog import killed, postgres
 from tests.catalog.conftest import Opener
 from tests.catalog.make import draft
+from tests.catalog.names import named
 
 from loraplex.catalog.audit import audit
 from loraplex.catalog.changes import Mode
@@ -39,14 +40,22 @@ def killed_at(url: str, operation: str, at: int) -> bool:
 
 def state(store: CatalogStore) -> Any:
     found = store.changes()
-    return found.generation, sorted(found.aliases, key=lambda s: s.alias), found.grants, store.publications()
+    return (
+        found.generation,
+        sorted(found.aliases, key=lambda s: s.alias_key),
+        found.grants,
+        store.publications(),
+    )
 
 
 def without_times(value: Any) -> Any:
     generation, names, grants, log = value
     return (
         generation,
-        [(n.alias, n.last, None if n.current is None else (n.current.name, n.current.key)) for n in names],
+        [
+            (n.alias_key.alias, n.last, None if n.current is None else (n.current.name, n.current.key))
+            for n in names
+        ],
         sorted((g.tenant, g.rights) for g in grants),
         [(p.generation, p.kind, p.alias, p.revision) for p in log],
     )
@@ -118,9 +127,9 @@ def _busy(url: str, seed: int) -> None:
     while True:
         alias = rng.choice("abc")
         if rng.random() < 0.2 and any(
-            s.alias == alias and s.current is not None for s in store.changes().aliases
+            s.alias_key.alias == alias and s.current is not None for s in store.changes().aliases
         ):
-            store.remove("default", alias)
+            store.remove(named(alias))
         else:
             store.publish(draft(alias, rng.randrange(9)), Mode.PUT)
 

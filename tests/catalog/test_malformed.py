@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.catalog.make import draft
+from tests.catalog.names import named
 
 from loraplex import cli
 from loraplex.adapters.adapter_catalog import AdapterCatalog
@@ -146,7 +147,6 @@ ARTIFACT: dict[str, Mutation] = {
     "artifact otherwise": artifact(put(method="dora")),
     "artifact of another base": artifact(put(base=FLIPPED)),
     "artifact flipped": artifact(put(artifact=FLIPPED)),
-    "artifact with more tensors": artifact(put(tensors_applied=13, tensors_total=13)),
     "artifact ranks": artifact(put(ranks=[16])),
     "artifact text": artifact(lambda _: b"{}"),
     "artifact row gone": sql(
@@ -214,7 +214,7 @@ def test_its_alias_is_refused_and_no_other(good: Path, tmp_path: Path, name: str
     catalog = AdapterCatalog(store=CatalogStore.open(damaged(good, tmp_path, SERVED[name])))
     for look in (
         lambda: catalog.resolve("a"),
-        lambda: catalog.get("a"),
+        lambda: catalog.get(named("a")),
         lambda: catalog.publish(draft("a", 5), Mode.PUT),
     ):
         with pytest.raises(LoraplexError) as caught:
@@ -232,7 +232,7 @@ def test_a_damaged_grant_permits_nothing(good: Path, tmp_path: Path, name: str) 
     assert [error.code for error in changes.damaged_grants] == [INVALID]
     view = AdapterCatalog(store=store).view
     for tenant in ("globex", "initech"):
-        assert not view.may(tenant, "acme", "secret", Right.USE)
+        assert not view.may(tenant, named("secret", "acme"), Right.USE)
     store.close()
 
 

@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import text
 from tests.catalog.conftest import Opener
 from tests.catalog.make import artifact, draft
+from tests.catalog.names import named
 
 from loraplex.adapters.adapter_catalog import AdapterCatalog
 from loraplex.catalog.audit import audit
@@ -40,24 +41,24 @@ def test_a_revision_is_what_was_published(opened: Opener) -> None:
     assert (new.revision, new.generation, new.actor, new.content) == (1, 1, "key of ops", "c" * 64)
     assert new.artifact == artifact(1)
     again = opened()
-    assert again.revision("default", "a", 1) == new
+    assert again.revision(named("a"), 1) == new
     assert again.generation() == 1
-    assert AdapterCatalog(store=again).current("a") == new
-    assert again.revision("default", "a", 2) is None
+    assert AdapterCatalog(store=again).current(named("a")) == new
+    assert again.revision(named("a"), 2) is None
 
 
 def test_numbers_go_on_over_a_tombstone(opened: Opener) -> None:
     store = opened()
     for number in range(3):
         store.publish(draft("a", number), Mode.PUT)
-    removed, generation = store.remove("default", "a")
+    removed, generation = store.remove(named("a"))
     assert (removed.revision, generation) == (3, 4)
     assert names(store) == {}
-    refused(ErrorCode.ADAPTER_NOT_FOUND, lambda: store.remove("default", "a"))
+    refused(ErrorCode.ADAPTER_NOT_FOUND, lambda: store.remove(named("a")))
     refused(ErrorCode.ADAPTER_NOT_FOUND, lambda: store.publish(draft("a"), Mode.SWAP))
     _, new = store.publish(draft("a", 0), Mode.ADD)
     assert (new.revision, new.generation) == (4, 5)
-    assert [r.revision for r in store.history("default", "a")] == [4, 3, 2, 1]
+    assert [r.revision for r in store.history(named("a"))] == [4, 3, 2, 1]
     assert [(p.generation, p.kind, p.revision) for p in store.publications()] == [
         (1, Kind.ADD, 1), (2, Kind.SWAP, 2), (3, Kind.SWAP, 3), (4, Kind.REMOVE, 3), (5, Kind.ADD, 4),
     ]  # fmt: skip
@@ -72,10 +73,10 @@ def test_a_refused_change_leaves_no_trace(opened: Opener) -> None:
         (ErrorCode.ADAPTER_NOT_FOUND, lambda: store.publish(draft("b", 2), Mode.PUT, Expectation(1))),
         (ErrorCode.ADAPTER_REVISION_CONFLICT, lambda: store.publish(draft("a", 2), Mode.PUT, Expectation(2))),
         (ErrorCode.CATALOG_CONFLICT, lambda: store.publish(draft("a", 2), Mode.PUT, Expectation(None, 0))),
-        (ErrorCode.CATALOG_CONFLICT, lambda: store.remove("default", "a", expected=Expectation(1, 7))),
-        (ErrorCode.ADAPTER_REVISION_CONFLICT, lambda: store.remove("default", "a", expected=Expectation(7))),
-        (ErrorCode.ADAPTER_NOT_FOUND, lambda: store.remove("default", "b")),
-        (ErrorCode.ADAPTER_NOT_FOUND, lambda: store.remove("other", "a")),
+        (ErrorCode.CATALOG_CONFLICT, lambda: store.remove(named("a"), expected=Expectation(1, 7))),
+        (ErrorCode.ADAPTER_REVISION_CONFLICT, lambda: store.remove(named("a"), expected=Expectation(7))),
+        (ErrorCode.ADAPTER_NOT_FOUND, lambda: store.remove(named("b"))),
+        (ErrorCode.ADAPTER_NOT_FOUND, lambda: store.remove(named("a", "other"))),
         (ErrorCode.INVALID_REQUEST, lambda: store.publish(draft("a b"), Mode.PUT)),
         (ErrorCode.INVALID_REQUEST, lambda: store.publish(draft("a", namespace="x/y"), Mode.PUT)),
         (ErrorCode.INVALID_REQUEST, lambda: store.grant(Grant("default", ANY, "t", ()))),
@@ -106,19 +107,19 @@ def test_the_same_artifact_is_recorded_once_and_never_otherwise(opened: Opener) 
 def test_the_database_itself_keeps_what_is_immutable(opened: Opener, table: str, statement: str) -> None:
     store = opened()
     store.publish(draft("a", 1), Mode.ADD)
-    store.remove("default", "a")
+    store.remove(named("a"))
     column = {"revisions": "record", "artifacts": "record", "publications": "actor"}[table]
     with pytest.raises(CapacityError, match="immutable"), store.database.writing() as connection:
         connection.execute(text(statement.format(table, column, "'x'")))
-    assert store.revision("default", "a", 1) is not None
+    assert store.revision(named("a"), 1) is not None
 
 
 def test_two_servers_see_each_other(opened: Opener) -> None:
     here, there = AdapterCatalog(store=opened()), AdapterCatalog(store=opened())
     here.publish(draft("a", 1), Mode.ADD)
-    assert there.get("a") is None
+    assert there.get(named("a")) is None
     assert there.refresh() == []
-    assert there.current("a") == here.current("a")
+    assert there.current(named("a")) == here.current(named("a"))
     there.publish(draft("a", 2), Mode.SWAP, Expectation(1))
     refused(
         ErrorCode.ADAPTER_REVISION_CONFLICT, lambda: here.publish(draft("a", 3), Mode.SWAP, Expectation(1))
@@ -128,7 +129,8 @@ def test_two_servers_see_each_other(opened: Opener) -> None:
     here.publish(draft("c", 3), Mode.ADD)
     assert {r.name for r in here} == {"a@2", "b@1", "c@1"}
     assert here.generation == 4
-    there.remove("a")
+    there.store.remove(named("a"))
+    there.refresh()
     assert [r.name for r in here.refresh()] == ["a@2"]
     refused(ErrorCode.MODEL_NOT_FOUND, lambda: here.resolve("a"))
     assert here.refresh() == []
@@ -165,13 +167,15 @@ def test_grants_are_recorded_replaced_and_withdrawn(opened: Opener) -> None:
     other.refresh()
     view = other.view
     refused(ErrorCode.MODEL_NOT_FOUND, lambda: view.resolve("globex", "acme/secret"))
-    refused(ErrorCode.ADAPTER_NOT_FOUND, lambda: view.require("globex", "acme", "secret", Right.SWAP))
-    catalog.grant(Grant("acme", "secret", "globex", (Right.LIST, Right.USE)))
+    refused(ErrorCode.ADAPTER_NOT_FOUND, lambda: view.require("globex", named("secret", "acme"), Right.SWAP))
+    catalog.store.grant(Grant("acme", "secret", "globex", (Right.LIST, Right.USE)))
+    catalog.refresh()
     other.refresh()
     assert view.resolve("globex", "acme/secret").name == "secret@1"
-    refused(ErrorCode.FORBIDDEN, lambda: view.require("globex", "acme", "secret", Right.SWAP))
+    refused(ErrorCode.FORBIDDEN, lambda: view.require("globex", named("secret", "acme"), Right.SWAP))
     refused(ErrorCode.MODEL_NOT_FOUND, lambda: view.resolve("initech", "acme/secret"))
-    catalog.grant(Grant("acme", "secret", "globex", (Right.LIST,)))
+    catalog.store.grant(Grant("acme", "secret", "globex", (Right.LIST,)))
+    catalog.refresh()
     other.refresh()
     refused(ErrorCode.MODEL_NOT_FOUND, lambda: view.resolve("globex", "acme/secret"))
     assert [name for name, _ in view.visible("globex")] == ["acme/secret"]
@@ -214,29 +218,48 @@ def test_an_earlier_revision_is_named_by_who_may_use_its_alias_and_ends_with_a_r
     for number, mode in ((1, Mode.ADD), (2, Mode.SWAP), (3, Mode.SWAP)):
         catalog.publish(draft("a", number, namespace="acme"), mode)
     view, store = catalog.view, catalog.store
-    assert view.superseded("acme", "a@2") == ("acme", "a", 2)
+    assert view.superseded("acme", "a@2") == (named("a", "acme"), 2)
     for tenant, name in (
         ("acme", "a"), ("acme", "a@3"), ("acme", "a@4"), ("acme", "a@0"), ("acme", "a@02"), ("acme", "a@x"),
         ("acme", "a@" + "1" * 30), ("acme", "b@1"), ("globex", "a@2"), ("globex", "acme/a@2"),
     ):  # fmt: skip
         assert view.superseded(tenant, name) is None, (tenant, name)
-    catalog.grant(Grant("acme", "a", "globex", (Right.LIST, Right.USE)))
-    assert view.superseded("globex", "acme/a@2") == ("acme", "a", 2)
-    found = store.superseded("acme", "a", 2)
+    catalog.store.grant(Grant("acme", "a", "globex", (Right.LIST, Right.USE)))
+    catalog.refresh()
+    assert view.superseded("globex", "acme/a@2") == (named("a", "acme"), 2)
+    found = store.superseded(named("a", "acme"), 2)
     assert found is not None
     assert (found.name, found.key) == ("a@2", artifact(2).semantic)
-    assert store.superseded("acme", "a", 9) is None
+    assert store.superseded(named("a", "acme"), 9) is None
     store.revoke(artifact(2).semantic)
-    refused(ErrorCode.ADAPTER_REVOKED, lambda: store.superseded("acme", "a", 2))
+    refused(ErrorCode.ADAPTER_REVOKED, lambda: store.superseded(named("a", "acme"), 2))
     catalog.refresh()
-    catalog.remove("a", "acme")
+    catalog.store.remove(named("a", "acme"))
+    catalog.refresh()
     catalog.publish(draft("a", 4, namespace="acme"), Mode.ADD)
-    assert view.superseded("acme", "a@1") == ("acme", "a", 1)
-    assert store.superseded("acme", "a", 1) is None
+    assert view.superseded("acme", "a@1") == (named("a", "acme"), 1)
+    assert store.superseded(named("a", "acme"), 1) is None
     with pytest.raises(
         LoraplexError, match="was superseded or removed and is not held; its current revision is 4"
     ):
         view.resolve("acme", "a@1")
+
+
+def test_figures_are_a_files_own_and_refuse_nobody(opened: Opener) -> None:
+    """One function in two files, with and without copies of what the base has: each name tells its own file's figures."""
+    store = opened()
+    more = artifact(1, tensors_applied=14, tensors_total=14, nbytes=5000)
+    published = [
+        store.publish(draft("a", 1), Mode.ADD)[1],
+        store.publish(draft("b", artifact=more, namespace="globex"), Mode.ADD)[1],
+        store.publish(draft("a", artifact=more), Mode.SWAP)[1],
+    ]
+    store.remove(named("a"))
+    published.append(store.publish(draft("a", 1), Mode.ADD)[1])
+    read = [store.revision(revision.alias_key, revision.revision) for revision in published]
+    assert read == published
+    assert [revision.artifact.tensors_total for revision in published] == [12, 14, 14, 12]
+    assert not audit(store).problems
 
 
 def test_a_revoked_artifact_loses_every_name_for_good(opened: Opener) -> None:
@@ -246,7 +269,8 @@ def test_a_revoked_artifact_loses_every_name_for_good(opened: Opener) -> None:
     here.publish(draft("c", 1), Mode.SWAP)
     here.publish(draft("c", 2), Mode.SWAP)
     there.refresh()
-    gone = here.revoke(artifact(1).semantic)
+    gone = here.store.revoke(artifact(1).semantic)
+    here.refresh()
     assert sorted((r.namespace, r.name) for r in gone) == [("acme", "b@1"), ("default", "a@1")]
     assert [r.name for r in here] == ["c@3"]
     assert there.store.changes(there.generation).revoked == (artifact(1).semantic,)
@@ -266,7 +290,7 @@ def test_a_tenant_revokes_only_what_no_other_namespace_names(opened: Opener) -> 
     assert (store.generation(), store.changes().revoked) == (3, ())
     assert names(store) == {"a": 1, "b": 1, "c": 1}
     assert [r.alias for r in store.revoke(artifact(2).semantic, "acme admin", "acme")] == ["c"]
-    store.remove("globex", "b")
+    store.remove(named("b", "globex"))
     assert [r.alias for r in store.revoke(artifact(1).semantic, "acme admin", "acme")] == ["a"]
 
 
@@ -280,7 +304,7 @@ def test_what_a_tenant_revokes_is_refused_to_it_alone(opened: Opener) -> None:
     refused(
         ErrorCode.FORBIDDEN, lambda: store.revoke(bad, "acme admin", "acme")
     )  # b@1 is served by its number
-    store.remove("globex", "b")
+    store.remove(named("b", "globex"))
     store.publish(draft("b", 2, namespace="globex"), Mode.ADD)
     assert [r.name for r in store.revoke(bad, "acme admin", "acme")] == ["a@1"]
     refused(ErrorCode.ADAPTER_REVOKED, lambda: store.revoke(bad, "acme admin", "acme"))
@@ -292,10 +316,10 @@ def test_what_a_tenant_revokes_is_refused_to_it_alone(opened: Opener) -> None:
         assert store.publish(draft("c", 1, namespace=namespace), Mode.PUT)[1].revision == 1
     refused(ErrorCode.FORBIDDEN, lambda: store.revoke(bad, "globex admin", "globex"))
     store.publish(draft("c", 2, namespace="globex"), Mode.SWAP)
-    assert store.superseded("globex", "c", 1) is not None
+    assert store.superseded(named("c", "globex"), 1) is not None
     assert sorted(r.name for r in store.revoke(bad)) == ["c@1"]  # the operator's binds everybody
     refused(ErrorCode.ADAPTER_REVOKED, lambda: store.publish(draft("d", 1, namespace="globex"), Mode.PUT))
-    refused(ErrorCode.ADAPTER_REVOKED, lambda: store.superseded("globex", "c", 1))
+    refused(ErrorCode.ADAPTER_REVOKED, lambda: store.superseded(named("c", "globex"), 1))
     assert audit(store).problems == ()
 
 
@@ -307,7 +331,7 @@ def test_contents_that_revisions_name(opened: Opener) -> None:
     store.publish(draft("b", 3, content=keys[2]), Mode.PUT)
     store.publish(draft("c", 4), Mode.PUT)
     assert store.contents() == ({keys[1], keys[2]}, {keys[0]})
-    store.remove("default", "b")
+    store.remove(named("b"))
     store.publish(draft("d", 1, content=keys[0]), Mode.PUT)
     assert store.contents() == ({keys[1], keys[0]}, set())
 
@@ -369,15 +393,17 @@ def test_where_a_tenant_publishes_under_anothers_name(opened: Opener) -> None:
     assert view.target("globex", "shared") == ("globex", "shared")  # one's own beside everybody's
     refused(ErrorCode.FORBIDDEN, lambda: view.target("globex", "default/shared"))
     for rights in ((Right.USE,), (Right.LIST,), (Right.LOAD,), (Right.LIST, Right.LOAD, Right.USE)):
-        catalog.grant(
-            Grant("acme", "a", "globex", rights)
-        )  # what may be loaded anew is not what may be swapped
+        catalog.store.grant(Grant("acme", "a", "globex", rights))
+        catalog.refresh()  # what may be loaded anew is not what may be swapped
         refused(ErrorCode.FORBIDDEN, lambda: view.target("globex", "acme/a"))
-    catalog.grant(Grant("acme", "a", "globex", (Right.SWAP,)))
+    catalog.store.grant(Grant("acme", "a", "globex", (Right.SWAP,)))
+    catalog.refresh()
     assert view.target("globex", "acme/a") == there
-    catalog.grant(Grant("acme", "*", "globex", (Right.LOAD,)))
+    catalog.store.grant(Grant("acme", "*", "globex", (Right.LOAD,)))
+    catalog.refresh()
     assert view.target("globex", "acme/b") == ("acme", "b")
-    catalog.remove("a", "acme")
+    catalog.store.remove(named("a", "acme"))
+    catalog.refresh()
     assert view.target("globex", "acme/a") == there
     catalog.publish(draft("acme/a", 1, namespace="globex"), Mode.ADD)
     assert view.target("globex", "acme/a") == ("globex", "acme/a")

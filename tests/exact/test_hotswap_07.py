@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.adapters.test_adapters import AdapterCatalog, Preparing
+from tests.catalog.names import named
 from tests.engine.rig import VOCAB, Rig
 from tests.exact.worked import HALF, fractions, matmul
 from tests.waiting import LIMIT_S
@@ -137,9 +138,9 @@ def served(test: Callable[[AdapterService, Rig], Awaitable[None]], depth: int) -
 async def at_catalog_8(service: AdapterService) -> None:
     """Six other aliases in slots 1 to 6, one republication, then tenant-a: slot 7 at catalog generation 8."""
     for index in range(6):
-        await service.add(f"other-{index}", f"other-{index}")
-    await service.swap("other-0", "other-0#again")
-    await service.add("tenant-a", "old")
+        await service.add(named(f"other-{index}"), f"other-{index}")
+    await service.swap(named("other-0"), "other-0#again")
+    await service.add(named("tenant-a"), "old")
     assert service.generation == 8
 
 
@@ -164,7 +165,7 @@ def test_a_hot_swap_publishes_slot_8_beside_slot_7(depth: int) -> None:
         assert lease is not None
         assert (lease.slot, lease.generation, old.refcount) == (7, at, 1)
 
-        await service.swap("tenant-a", "new", expected=1)
+        await service.swap(named("tenant-a"), "new", expected=1)
         new = state.adapters[service.resolve("tenant-a").key]
         assert (new.slot, service.generation) == (8, 9)
         assert "request-old" in state.records
@@ -195,7 +196,7 @@ def test_a_failure_before_publication_leaves_everything(depth: int) -> None:
         prepared = await Preparing()("new")
         rig.faults.torn_copies.add(adapter_number(digest_words(prepared.register.kernel_digest)))
         with pytest.raises(LoraplexError) as caught:
-            await service.swap("tenant-a", "new")
+            await service.swap(named("tenant-a"), "new")
         assert caught.value.code is ErrorCode.ADAPTER_LOAD_FAILED
         assert service.generation == 8
         assert state.adapters[service.resolve("tenant-a").key] is old

@@ -26,8 +26,8 @@ from loraplex.catalog.changes import (
 )
 from loraplex.catalog.records import (
     DEFAULT_NAMESPACE,
+    AliasKey,
     ArtifactRecord,
-    Grant,
     Revision,
     check_alias,
 )
@@ -45,9 +45,8 @@ __all__ = ["DEFAULT_NAMESPACE", "AdapterCatalog", "Revision", "draft_of"]
 
 def draft_of(
     prepared: PreparedAdapter,
-    alias: str,
+    alias_key: AliasKey,
     source: str,
-    namespace: str = DEFAULT_NAMESPACE,
     actor: str = OPERATOR,
 ) -> Draft:
     """What a prepared adapter asks the catalog to publish."""
@@ -65,7 +64,7 @@ def draft_of(
         modules=prepared.modules,
         nbytes=prepared.host_bytes,
     )
-    return Draft(namespace, alias, source, record, prepared.content, actor)
+    return Draft(alias_key, source, record, prepared.content, actor)
 
 
 class AdapterCatalog:
@@ -104,15 +103,15 @@ class AdapterCatalog:
 
     # Look-ups
 
-    def get(self, alias: str, namespace: str = DEFAULT_NAMESPACE) -> Revision | None:
-        """Current revision of `alias`, or None."""
-        return self.view.get(namespace, alias)
+    def get(self, alias_key: AliasKey) -> Revision | None:
+        """Current revision of an alias, or None."""
+        return self.view.get(alias_key)
 
-    def current(self, alias: str, namespace: str = DEFAULT_NAMESPACE) -> Revision:
-        """Current revision of `alias`; `adapter_not_found` otherwise."""
-        revision = self.view.get(namespace, alias)
+    def current(self, alias_key: AliasKey) -> Revision:
+        """Current revision of an alias; `adapter_not_found` otherwise."""
+        revision = self.view.get(alias_key)
         if revision is None:
-            raise not_registered(alias)
+            raise not_registered(alias_key.alias)
         return revision
 
     def resolve(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
@@ -125,42 +124,25 @@ class AdapterCatalog:
 
     # Changes
 
-    def check_new(self, alias: str, namespace: str = DEFAULT_NAMESPACE) -> None:
-        """Raise unless `alias` could be added."""
-        check_alias(alias)
+    def check_new(self, alias_key: AliasKey) -> None:
+        """Raise unless an alias could be added."""
+        alias = check_alias(alias_key.alias)
         if alias in self._reserved:
             raise CallerError(
                 ErrorCode.ADAPTER_EXISTS,
                 f"{alias!r} is the base model's name; choose another alias",
                 param="alias",
             )
-        current = self.view.get(namespace, alias)
+        current = self.view.get(alias_key)
         if current is not None:
             raise already_registered(current)
 
-    def check_swap(self, alias: str, expected: int | None, namespace: str = DEFAULT_NAMESPACE) -> Revision:
+    def check_swap(self, alias_key: AliasKey, expected: int | None) -> Revision:
         """The revision that a swap would replace; raises what `swap` would."""
-        old = self.current(alias, namespace)
+        old = self.current(alias_key)
         if expected is not None and old.revision != expected:
             raise other_revision(old, expected)
         return old
-
-    def add(self, alias: str, source: str, prepared: PreparedAdapter) -> Revision:
-        """Publish the first revision of an alias; `adapter_exists` when it has one."""
-        self.check_new(alias)
-        return self.publish(draft_of(prepared, alias, source), Mode.ADD)[1]
-
-    def swap(
-        self, alias: str, source: str, prepared: PreparedAdapter, expected: int | None = None
-    ) -> tuple[Revision, Revision]:
-        """Publish a new revision over the current one; returns (old, new).
-
-        expected: the revision that the caller saw; `adapter_revision_conflict` when another one is current.
-        """
-        old, new = self.publish(draft_of(prepared, alias, source), Mode.SWAP, Expectation(expected))
-        if old is None:
-            raise not_registered(alias)
-        return old, new
 
     def publish(
         self, draft: Draft, mode: Mode, expected: Expectation = ANYTHING
@@ -173,33 +155,15 @@ class AdapterCatalog:
 
     def published(self, new: Revision) -> list[Revision]:
         """Let look-ups see a revision that the store has published; returns what is no longer current."""
-        return self._see(new.generation, AliasState(new.namespace, new.alias, new.revision, new))
-
-    def remove(self, alias: str, namespace: str = DEFAULT_NAMESPACE) -> Revision:
-        """Take an alias away; it is unknown at once."""
-        revision, generation = self.store.remove(namespace, alias)
-        self.removed(revision, generation)
-        self._catch_up(generation)
-        return revision
+        return self._see(new.generation, AliasState(new.alias_key, new.revision, new))
 
     def removed(self, revision: Revision, generation: int) -> list[Revision]:
         """Let look-ups see a removal that the store has recorded; returns what is no longer current."""
-        return self._see(generation, AliasState(revision.namespace, revision.alias, revision.revision, None))
+        return self._see(generation, AliasState(revision.alias_key, revision.revision, None))
 
     def gone(self, revision: Revision) -> list[Revision]:
         """Let look-ups see a removal before everything that the store has recorded; returns what is no longer current."""
-        return self.view.ahead(AliasState(revision.namespace, revision.alias, revision.revision, None))
-
-    def revoke(self, key: str) -> list[Revision]:
-        """Take every name of a semantic digest away, for good; what the names were."""
-        gone = self.store.revoke(key)
-        self.refresh()
-        return gone
-
-    def grant(self, record: Grant) -> None:
-        """Record what a tenant may do, and let look-ups see it."""
-        self.store.grant(record)
-        self.refresh()
+        return self.view.ahead(AliasState(revision.alias_key, revision.revision, None))
 
     def _catch_up(self, generation: int) -> None:
         """See what others published before a change of ours; the change stands, whether or not that can be read."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from loraplex.adapters.adapter_catalog import AdapterCatalog
-from loraplex.catalog.records import DEFAULT_NAMESPACE, Revision, Right
+from loraplex.catalog.records import DEFAULT_NAMESPACE, AliasKey, Revision, Right
 
 
 class CatalogNames:
@@ -34,9 +34,9 @@ class CatalogNames:
         """What `alias` or `alias@revision` means to a tenant now; `model_not_found` otherwise."""
         return self._catalog.resolve(name, tenant)
 
-    def current(self, alias: str, namespace: str = DEFAULT_NAMESPACE) -> Revision:
+    def current(self, alias_key: AliasKey) -> Revision:
         """Current revision of an alias; `adapter_not_found` otherwise."""
-        return self._catalog.current(alias, namespace)
+        return self._catalog.current(alias_key)
 
     def find(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision | None:
         """Current revision of what a tenant that may list it means by a name, or None."""
@@ -44,14 +44,14 @@ class CatalogNames:
 
     def may_list(self, revision: Revision, tenant: str = DEFAULT_NAMESPACE) -> bool:
         """Whether a tenant may know of a revision's alias."""
-        return self._catalog.view.may(tenant, revision.namespace, revision.alias, Right.LIST)
+        return self._catalog.view.may(tenant, revision.alias_key, Right.LIST)
 
     def visible(self, tenant: str = DEFAULT_NAMESPACE) -> list[tuple[str, Revision]]:
         """(its name for the tenant, revision) of everything that a tenant may list, by name."""
         return self._catalog.view.visible(tenant)
 
-    def target(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> tuple[str, str]:
-        """(namespace, alias) that a tenant means by a name under which it publishes."""
+    def target(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> AliasKey:
+        """The alias that a tenant means by a name under which it publishes."""
         return self._catalog.view.target(tenant, name)
 
     def owned(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
-from loraplex.adapters.held import HeldAdapters
+from loraplex.adapters.lifecycle import Lifecycle
 from loraplex.adapters.prepare import PreparedAdapter
 from loraplex.catalog.records import Revision
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
@@ -21,31 +22,26 @@ from loraplex.process.tasks import reported
 _log: Final = logging.getLogger(__name__)
 
 
-class Prepare(Protocol):
-    """Reads, verifies and converts an adapter. content: its key in the artifact store, where it is known."""
-
-    async def __call__(self, source: str, content: str | None = None) -> PreparedAdapter:
-        """The prepared adapter, its image in the store; raises `adapter_*`."""
-        ...
-
-
 class Reading:
     """Has the engine know revisions of the catalog."""
 
     def __init__(
         self,
-        prepare: Prepare,
+        life: Lifecycle,
         named: Callable[[str], bool],
-        held: HeldAdapters,
+        lock: asyncio.Lock,
         then: Callable[[Revision], Awaitable[None]],
     ) -> None:
-        """named: whether a name stands for a digest. then: called after a revision was read in the background."""
-        self._prepare = prepare
+        """named: whether a name stands for a digest. lock: held while names or registrations change.
+
+        then: called after a revision was read in the background.
+        """
+        self._life = life
         self._named = named
-        self._held = held
+        self._lock = lock
         self._then = then
         self._under_way: dict[str, asyncio.Task[None]] = {}
-        self._unread: list[Revision] = []
+        self._unread: deque[Revision] = deque()
         self._reader: asyncio.Task[None] | None = None
 
     @property
@@ -62,18 +58,24 @@ class Reading:
         """Have the engine know a revision, reading it first where this process never did.
 
         Raises what its preparation raises; `adapter_source_changed` when the source holds something else by now,
-        `adapter_base_mismatch` when it was published for another base; `adapter_not_found` when it was removed meanwhile.
+        `adapter_base_mismatch` when it was published for another base; `adapter_not_found` when it was removed meanwhile,
+        `adapter_revoked` when it was revoked.
         """
-        key = revision.key
-        while key not in self._held:
+        key, held = revision.key, self._life.held
+        endings = held.endings[key]
+        while key not in held:
             task = self._under_way.get(key)
             if task is None:
                 task = asyncio.create_task(self._get_ready(revision))
                 self._under_way[key] = task
                 task.add_done_callback(lambda done: self._got_ready(key, done))
             await asyncio.shield(task)
+            if held.endings[key] != endings and not self._named(key):
+                raise CallerError(
+                    ErrorCode.ADAPTER_REVOKED, f"{revision.name} was revoked while it was read", param="model"
+                )
             # where nobody holds it and no alias names it, reading it again would not end
-            if key not in self._held and not self._named(key):
+            if key not in held and not self._named(key):
                 raise CallerError(
                     ErrorCode.ADAPTER_NOT_FOUND,
                     f"{revision.name} was removed while it was read",
@@ -86,42 +88,24 @@ class Reading:
             task.exception()  # whoever waits hears it too; nobody may wait
 
     async def _get_ready(self, revision: Revision) -> None:
-        known = self._held.known.get(revision.key)
-        if known is not None:
-            async with self._held.change:
-                await self._held.register(known)
-                if not self._named(revision.key):
-                    self._held.retire_later(revision.key)
-            return
-        content = revision.content
-        work = self._prepare(revision.source) if content is None else self._prepare(revision.source, content)
-        async with self._held.prepared(work) as prepared:
-            identity = prepared.identity
-            if identity.base != revision.artifact.base:
-                raise CallerError(
-                    ErrorCode.ADAPTER_BASE_MISMATCH,
-                    f"{revision.name} was published for base {revision.artifact.base:.16}, this server has "
-                    f"{identity.base:.16}; serve it there",
-                    param="model",
-                )
-            if identity.semantic != revision.key:
-                raise CallerError(
-                    ErrorCode.ADAPTER_SOURCE_CHANGED,
-                    f"{revision.name} is artifact {revision.artifact.artifact:.16}, but its source now holds "
-                    f"{identity.artifact:.16}; publish that as a new revision",
-                    param="model",
-                )
-            async with self._held.change:
-                await self._held.register(prepared)
-                if not self._named(revision.key):
-                    self._held.retire_later(revision.key)
+        with self._life.held.bound(revision.key):  # an image that is there stays until the lock is free
+            known = self._life.held.known.get(revision.key)
+            if known is not None:
+                async with self._lock:
+                    await self._life.take_up(known)
+                return
+            async with self._life.prepared(revision.source, revision.content) as prepared:
+                _require_same(revision, prepared)
+                self._life.note(revision, prepared)
+                async with self._lock:
+                    await self._life.take_up(prepared)
 
     def later(self, revisions: Iterable[Revision], moved: Sequence[Revision] = ()) -> None:
         """Queue revisions that were never read here. One at a time, so that a request never waits for many.
 
         moved: revisions after which `then` is due although another name may have had them read before.
         """
-        self._unread += [revision for revision in revisions if revision.key not in self._held.known]
+        self._unread += [revision for revision in revisions if revision.key not in self._life.held.known]
         self._unread += moved
         if self._unread and self._reader is None:
             self._reader = reported(
@@ -133,7 +117,7 @@ class Reading:
     async def _read_all(self) -> None:
         try:
             while self._unread:
-                revision = self._unread.pop(0)
+                revision = self._unread.popleft()
                 if not self._named(revision.key):
                     continue  # superseded meanwhile
                 try:
@@ -143,3 +127,22 @@ class Reading:
                     _log.warning("%s is in the catalog but cannot be served: %s", revision.name, error)
         finally:
             self._reader = None
+
+
+def _require_same(revision: Revision, prepared: PreparedAdapter) -> None:
+    """Raise unless what was read is what was published, for this base."""
+    identity = prepared.identity
+    if identity.base != revision.artifact.base:
+        raise CallerError(
+            ErrorCode.ADAPTER_BASE_MISMATCH,
+            f"{revision.name} was published for base {revision.artifact.base:.16}, this server has "
+            f"{identity.base:.16}; serve it there",
+            param="model",
+        )
+    if identity.semantic != revision.key:
+        raise CallerError(
+            ErrorCode.ADAPTER_SOURCE_CHANGED,
+            f"{revision.name} is artifact {revision.artifact.artifact:.16}, but its source now holds "
+            f"{identity.artifact:.16}; publish that as a new revision",
+            param="model",
+        )

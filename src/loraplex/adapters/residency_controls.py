@@ -1,9 +1,6 @@
-"""What operators ask of residency by alias: pins that follow it, prefetch, the shadow copy of a swap, revocation, limits.
+"""What operators ask of residency by alias: pins that follow it, prefetch, the end of what was revoked, limits.
 
-Keeps what an engine forgets when it restarts: pins and limits are given back by `restore`. A swap of an adapter that is
-on the device copies the new revision beside the old one before the alias moves; without room it is refused with the
-shortfall, unless it was asked to drain: then the alias moves at once, its new requests queue, and the new revision loads
-into what the old one leaves.
+Keeps what an engine forgets when it restarts: pins and limits are given back by `restore`.
 
 Never decides who is evicted and never touches a catalog. Specification: 0x07G, 0x07J; rulings "Leases".
 """
@@ -11,14 +8,14 @@ Never decides who is evicted and never touches a catalog. Specification: 0x07G, 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
+from loraplex.catalog.records import AliasKey
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.messages import (
     EngineCall,
-    LoadAdapter,
     PinAdapter,
     PrefetchAdapter,
     RevokeAdapter,
@@ -30,8 +27,6 @@ _GONE: Final = (ErrorCode.ENGINE_DIED, ErrorCode.ENGINE_UNAVAILABLE)
 """What is said for an engine that died or was stopped: its successor knows nothing and gets it from `restore`."""
 _HAS_NONE: Final = (ErrorCode.ADAPTER_NOT_FOUND, *_GONE)
 """What an engine says that does not have an adapter, or that is gone with all of them."""
-Name = tuple[str, str]
-"""Namespace and alias."""
 
 
 class EngineCalls(Protocol):
@@ -47,36 +42,40 @@ class ResidencyControls:
 
     def __init__(self, engine: EngineCalls) -> None:
         self._engine = engine
-        self._pins: dict[Name, str] = {}
+        self._pins: dict[AliasKey, str] = {}
+        self._owed: set[AliasKey] = set()
         self._limits = SetLimits(0)
         self._revoked: set[str] = set()
 
-    def pinned_key(self, name: Name) -> str | None:
+    def pinned_key(self, alias_key: AliasKey) -> str | None:
         """What the alias's pin holds, None without one."""
-        return self._pins.get(name)
+        return self._pins.get(alias_key)
 
-    def pinned(self, name: Name) -> bool:
+    def pinned(self, alias_key: AliasKey) -> bool:
         """Whether the alias has a pin."""
-        return name in self._pins
+        return alias_key in self._pins
 
-    async def pin(self, name: Name, key: str) -> None:
+    async def pin(self, alias_key: AliasKey, key: str) -> None:
         """Pin what an alias stands for; twice is once. Raises `pool_exhausted` where pins leave too little."""
-        if self._pins.get(name) != key:
+        if self._pins.get(alias_key) != key:
             await self._engine.call(PinAdapter(0, key, True))
-            self._pins[name] = key
+            self._pins[alias_key] = key
+        self._owed.discard(alias_key)
 
-    async def pin_kept(self, name: Name, key: str) -> None:
+    async def pin_kept(self, alias_key: AliasKey, key: str) -> None:
         """`pin`, where an engine that is gone does not take the pin with it: the next one is told of it by `restore`."""
         try:
-            await self.pin(name, key)
+            await self.pin(alias_key, key)
         except LoraplexError as error:
             if error.code not in _GONE:
                 raise
-            self._pins[name] = key
+            self._pins[alias_key] = key
+            self._owed.discard(alias_key)
 
-    async def unpin(self, name: Name) -> None:
+    async def unpin(self, alias_key: AliasKey) -> None:
         """Take the alias's pin away, if it has one. An engine that is gone has none any more."""
-        key = self._pins.pop(name, None)
+        self._owed.discard(alias_key)
+        key = self._pins.pop(alias_key, None)
         if key is not None:
             try:
                 await self._engine.call(PinAdapter(0, key, False))
@@ -93,11 +92,6 @@ class ResidencyControls:
         self._revoked.add(key)
         self._forget_pins(key)
 
-    async def revoke(self, key: str) -> None:
-        """`end` an adapter and `forbid` it."""
-        self.forbid(key)
-        await self.end(key)
-
     async def end(self, key: str) -> None:
         """End an adapter and every request on it. An engine that has no such adapter is done with it."""
         self._forget_pins(key)
@@ -108,7 +102,7 @@ class ResidencyControls:
                 raise
 
     def _forget_pins(self, key: str) -> None:
-        self._pins = {name: pinned for name, pinned in self._pins.items() if pinned != key}
+        self._pins = {alias_key: pinned for alias_key, pinned in self._pins.items() if pinned != key}
 
     def forbidden(self, key: str) -> bool:
         """Whether an adapter was revoked, as far as this server knows."""
@@ -140,55 +134,47 @@ class ResidencyControls:
         )
         return answer
 
-    @asynccontextmanager
-    async def swapping(self, name: Name, old: str, new: str, *, drain: bool) -> AsyncIterator[None]:
-        """Around the publication of `new` in place of `old`: shadow copy and pin before, the old pin's end after.
+    async def move_pin(self, alias_key: AliasKey, key: str) -> None:
+        """The pin of an alias that stands for something else by now goes there. What the engine refuses is logged."""
+        with _logged(alias_key):
+            await self.unpin(alias_key)
+        with _logged(alias_key):
+            await self.pin_kept(alias_key, key)
 
-        When the publication fails, nothing of the new one stays pinned. Once it is made nothing undoes it: what the engine
-        refuses afterwards is logged. drain: ask for nothing beside the old revision.
-        """
-        if old == new:
-            yield
-            return
-        pinned = name in self._pins
-        if not drain:
-            if pinned:
-                await self._engine.call(PinAdapter(0, new, True))
-            try:
-                await self._engine.call(LoadAdapter(0, new, beside=old))
-                yield
-            except BaseException:
-                if pinned:
-                    with suppress(LoraplexError):
-                        await self._engine.call(PinAdapter(0, new, False))
-                raise
-            if pinned:
-                held, self._pins[name] = self._pins.get(name), new
-                if held == old:  # else whoever saw the publication first took that pin away
-                    with _logged(name):
-                        await self._engine.call(PinAdapter(0, old, False))
-            return
-        yield
-        if pinned:
-            with _logged(name):
-                await self.unpin(name)
-            with _logged(name):
-                await self.pin_kept(name, new)
+    async def pin_moved(self, alias_key: AliasKey, key: str) -> None:
+        """The alias stands for an adapter that was pinned for it already: the pin of the old one ends."""
+        old = self._pins.get(alias_key)
+        self._pins[alias_key] = key
+        self._owed.discard(alias_key)
+        if old is not None:
+            with _logged(alias_key):
+                await self._engine.call(PinAdapter(0, old, False))
+
+    async def owe_pin(self, alias_key: AliasKey) -> None:
+        """Somebody else moved an alias: its pin leaves the old revision now, and takes the new one when that is read."""
+        with _logged(alias_key):
+            await self.unpin(alias_key)
+        self._owed.add(alias_key)
+
+    async def pay_pin(self, alias_key: AliasKey, key: str) -> None:
+        """The new revision was read: it is pinned, if a pin is owed to its alias still."""
+        if alias_key in self._owed:
+            await self.pin_kept(alias_key, key)
 
     async def restore(self) -> None:
         """Give limits and pins to an engine that has started anew; a pin that it refuses is logged and lost."""
         if self._limits != SetLimits(0):
             await self._engine.call(self._limits)
         pins, self._pins = self._pins, {}
-        for name, key in pins.items():
-            with _logged(name):
-                await self.pin_kept(name, key)
+        for alias_key, key in pins.items():
+            with _logged(alias_key):
+                await self.pin_kept(alias_key, key)
 
 
 @contextmanager
-def _logged(name: Name) -> Iterator[None]:
+def _logged(alias_key: AliasKey) -> Iterator[None]:
     """What the engine refuses is logged, and the pin is lost."""
     try:
         yield
     except LoraplexError as error:
-        _log.error("the pin of adapter %s could not follow: %s", name[1], error)
+        _log.error("the pin of adapter %s could not follow: %s", alias_key.alias, error)

@@ -42,10 +42,3 @@ class Unbroken:
         if failed is not None:
             _log.error("a change whose client has gone failed: %s", failed)
         raise cancelled
-
-
-async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """`Unbroken.run` of work that is never given up."""
-    change = Unbroken()
-    change.commit()
-    return await change.run(work)

@@ -17,9 +17,11 @@ from typing import Any, Self
 import numpy as np
 from msgspec.structs import replace as with_fields
 
-from loraplex.adapters.adapter_catalog import DEFAULT_NAMESPACE, AdapterCatalog, Revision
+from loraplex.adapters.adapter_catalog import AdapterCatalog
+from loraplex.adapters.describing import Entry, live_entries
+from loraplex.adapters.lifecycle import Change
+from loraplex.adapters.plain_shell import PlainShell
 from loraplex.adapters.prepare import PreparedAdapter, prepare_source
-from loraplex.adapters.residency_controls import ResidencyControls
 from loraplex.api.arguments import (
     Prompt,
     check_tokens,
@@ -34,6 +36,8 @@ from loraplex.api.arguments import (
 )
 from loraplex.build.engine_build import build_engine
 from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
+from loraplex.catalog.changes import Mode
+from loraplex.catalog.records import DEFAULT_NAMESPACE, AliasKey, Revision
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, error_for
 from loraplex.core.messages import (
     Abort,
@@ -41,7 +45,6 @@ from loraplex.core.messages import (
     EngineCall,
     Finish,
     Inspect,
-    RemoveAdapter,
     Reply,
     Submit,
     ToEngine,
@@ -149,8 +152,7 @@ class LLM:
             self._artifacts = ArtifactStore(artifacts_folder(), DEFAULT_STORE_BYTES)
             self._catalog = AdapterCatalog()
             self._closing.callback(self._catalog.close)
-            self._kernels: dict[str, str] = {}
-            self._controls = ResidencyControls(self)
+            self._adapters = PlainShell(self, self._catalog, self._prepare, self._store.delete).life
             self._open: dict[str, _Open] = {}
             self._replies: dict[int, Reply] = {}
             self._calls = self._requests = 0
@@ -190,9 +192,7 @@ class LLM:
         """Register the adapter in `source`, a PEFT folder or a remote source, as `alias`; what was applied, or a typed error."""
         self._require_open()
         alias, source = read_registration(alias, source)
-        self._catalog.check_new(alias)
-        prepared = self._prepare(source)
-        return self._describe(self._catalog.add(alias, str(source), prepared))
+        return self._publish(Change(Mode.ADD, _alias_key(alias), str(source)))
 
     def swap_adapter(
         self, alias: str, source: str | Path, *, expected: int | None = None, drain: bool = False
@@ -204,55 +204,33 @@ class LLM:
         self._require_open()
         alias, source = read_registration(alias, source)
         expected = read_count("expected", expected)
-        self._catalog.check_swap(alias, expected)  # first: a refusal leaves nothing with the engine
-        prepared = self._prepare(source)
-        return self._describe(run_now(self._swap(alias, str(source), prepared, expected, drain=drain)))
-
-    async def _swap(
-        self, alias: str, source: str, prepared: PreparedAdapter, expected: int | None, *, drain: bool
-    ) -> Revision:
-        current, new = self._catalog.current(alias).key, prepared.identity.semantic
-        try:
-            async with self._controls.swapping((DEFAULT_NAMESPACE, alias), current, new, drain=drain):
-                old, revision = self._catalog.swap(alias, source, prepared, expected)
-        except LoraplexError:
-            if not self._catalog.shares(new):
-                self._call(RemoveAdapter(0, new))
-            raise
-        self._forget(old)
-        return revision
+        return self._publish(Change(Mode.SWAP, _alias_key(alias), str(source), expected, drain=drain))
 
     def remove_adapter(self, alias: str) -> None:
         """Take `alias` away; its memory is free afterwards."""
-        self._current(alias)
-        revision = self._catalog.remove(alias)
-        run_now(self._controls.unpin((DEFAULT_NAMESPACE, alias)))
-        self._forget(revision)
+        run_now(self._adapters.remove(self._current(alias).alias_key))
 
     def pin_adapter(self, alias: str) -> dict[str, Any]:
         """Keep what `alias` stands for on the device, through swaps; `pool_exhausted` where pins leave too little."""
         revision = self._current(alias)
-        run_now(self._controls.pin((DEFAULT_NAMESPACE, alias), revision.key))
+        run_now(self._adapters.pin(revision.alias_key))
         return self._describe(revision)
 
     def unpin_adapter(self, alias: str) -> dict[str, Any]:
         """Let `alias` be evicted again."""
         revision = self._current(alias)
-        run_now(self._controls.unpin((DEFAULT_NAMESPACE, alias)))
+        run_now(self._adapters.unpin(revision.alias_key))
         return self._describe(revision)
 
     def prefetch_adapter(self, alias: str) -> dict[str, Any]:
         """Load `alias` now; `pool_exhausted` where that would take what requests will want."""
         revision = self._current(alias)
-        run_now(self._controls.prefetch(revision.key))
+        run_now(self._adapters.prefetch(revision.alias_key))
         return self._describe(revision)
 
     def revoke_adapter(self, alias: str) -> None:
         """Take away every name of what `alias` stands for; it is never registered again here."""
-        key = self._current(alias).key
-        self._catalog.revoke(key)
-        self._store.delete(self._kernels.pop(key))
-        run_now(self._controls.revoke(key))
+        run_now(self._adapters.revoke(self._current(alias).alias_key))
 
     def set_limits(
         self,
@@ -267,7 +245,7 @@ class LLM:
         share = read_number("pool_share", pool_share, 0, 1)
         host = read_number("host_gb", host_gb, 0, 1 << 20)
         return run_now(
-            self._controls.set_limits(
+            self._adapters.controls.set_limits(
                 None if share is None else int(share * pages),
                 read_count("resident_adapters", resident_adapters),
                 None if host is None else int(host * (1 << 30)),
@@ -276,8 +254,8 @@ class LLM:
 
     def adapters(self) -> list[dict[str, Any]]:
         """What is registered, with digests and residency."""
-        figures = self.inspect()
-        return [revision.describe(figures) for revision in self._catalog]
+        live = live_entries(self.inspect())
+        return [self._described(revision, live) for revision in self._catalog]
 
     def inspect(self) -> dict[str, Any]:
         """The engine's figures: pages, requests, residency."""
@@ -286,26 +264,22 @@ class LLM:
 
     def _current(self, alias: str) -> Revision:
         self._require_open()
-        return self._catalog.current(read_registration(alias)[0])
+        return self._catalog.current(_alias_key(read_registration(alias)[0]))
 
-    def _prepare(self, source: str | Path) -> PreparedAdapter:
-        """Read an adapter and have the engine know it."""
-        prepared = prepare_source(source, self._built.base, self._store, self._artifacts)
-        self._controls.require_not_revoked(prepared.identity.semantic)
-        self._call(prepared.register)
-        self._kernels[prepared.identity.semantic] = prepared.register.kernel_digest
-        return prepared
+    def _publish(self, wanted: Change) -> dict[str, Any]:
+        return self._describe(run_now(self._adapters.change(wanted)))
 
-    def _forget(self, revision: Revision) -> None:
-        if not self._catalog.shares(revision.key):
-            self._call(RemoveAdapter(0, revision.key))
-            self._store.delete(self._kernels.pop(revision.key))
+    async def _prepare(self, source: str, content: str | None = None) -> PreparedAdapter:
+        return prepare_source(source, self._built.base, self._store, self._artifacts, content)
 
     def _describe(self, revision: Revision) -> dict[str, Any]:
-        return revision.describe(self.inspect())
+        return self._described(revision, live_entries(self.inspect()))
+
+    def _described(self, revision: Revision, live: Mapping[str, Entry]) -> dict[str, Any]:
+        return {**revision.describe(live.get(revision.key, {})), "notes": self._adapters.notes_of(revision)}
 
     async def call(self, message: EngineCall) -> dict[str, Any]:
-        """What `ResidencyControls` asks of an engine; over before it is awaited. Not meant for callers of `LLM`."""
+        """What the life of adapters asks of an engine; over before it is awaited. Not meant for callers of `LLM`."""
         return self._call(message)
 
     def _call(self, message: EngineCall) -> dict[str, Any]:
@@ -438,6 +412,11 @@ class LLM:
         job.sample.finish_reason = message.finish_reason
         if job.detokenizer is not None:
             job.sample.text += job.detokenizer.finish()
+
+
+def _alias_key(alias: str) -> AliasKey:
+    """An `LLM` has one tenant."""
+    return AliasKey(DEFAULT_NAMESPACE, alias)
 
 
 def _as_dict(entry: TokenLogprobs) -> dict[int, float]:

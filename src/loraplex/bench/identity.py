@@ -29,7 +29,7 @@ from loraplex.artifact.identify import identify
 from loraplex.artifact.read_artifact import load_adapter
 from loraplex.artifact.tensors import Dtype
 from loraplex.catalog.changes import Draft, Mode
-from loraplex.catalog.records import ArtifactRecord
+from loraplex.catalog.records import AliasKey, ArtifactRecord
 from loraplex.catalog.store import CatalogStore
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.layout import Geometry, PageGeometry
@@ -189,7 +189,7 @@ def _draft(number: int) -> Draft:
         _ABI, content, ALWAYS_ON, semantic_abi(_ABI, content, ALWAYS_ON), "lora", (16,), ("k", "o", "q", "v"),
         256, 256, 128, 1 << 20,
     )  # fmt: skip
-    return Draft("default", f"customer-{number}", f"/adapters/{number}", record)
+    return Draft(AliasKey("default", f"customer-{number}"), f"/adapters/{number}", record)
 
 
 def _publishing(folder: Path, options: IdentityOptions) -> list[Row]:

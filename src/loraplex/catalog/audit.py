@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection, select
 
-from loraplex.catalog.records import ArtifactRecord, Revision, damaged, decode
+from loraplex.catalog.records import AliasKey, ArtifactRecord, Revision, damaged, decode
 from loraplex.catalog.schema import aliases, artifacts, meta, publications
 from loraplex.catalog.sealed_rows import (
     Kind,
@@ -23,6 +23,9 @@ from loraplex.catalog.sealed_rows import (
 )
 from loraplex.catalog.store import CatalogStore
 from loraplex.core.errors import LoraplexError
+
+Published = dict[tuple[AliasKey, int], Revision | None]
+"""Every revision by alias and number, None where its record is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,48 +89,48 @@ def _artifacts(connection: Connection, problems: list[tuple[str, LoraplexError]]
     return count
 
 
-def _revisions(
-    connection: Connection, problems: list[tuple[str, LoraplexError]]
-) -> dict[tuple[str, str, int], Revision | None]:
-    found: dict[tuple[str, str, int], Revision | None] = {}
+def _revisions(connection: Connection, problems: list[tuple[str, LoraplexError]]) -> Published:
+    found: Published = {}
     for row in connection.execute(revision_rows()).mappings():
-        place = (row["namespace"], row["alias"], row["revision"])
+        alias_key, number = AliasKey(row["namespace"], row["alias"]), row["revision"]
         try:
-            found[place] = read_revision(row)
+            found[alias_key, number] = read_revision(row)
         except LoraplexError as error:
-            found[place] = None
-            problems.append((f"{place[1]}@{place[2]} of {place[0]}", error))
+            found[alias_key, number] = None
+            problems.append((f"{alias_key.alias}@{number} of {alias_key.namespace}", error))
     return found
 
 
 def _aliases(
     connection: Connection,
     problems: list[tuple[str, LoraplexError]],
-    published: dict[tuple[str, str, int], Revision | None],
+    published: Published,
 ) -> int:
     count = 0
-    newest: dict[tuple[str, str], int] = {}
-    for namespace, alias, number in published:
-        newest[namespace, alias] = max(number, newest.get((namespace, alias), 0))
+    newest: dict[AliasKey, int] = {}
+    for alias_key, number in published:
+        newest[alias_key] = max(number, newest.get(alias_key, 0))
     for row in connection.execute(current_rows()).mappings():
         count += 1
         state = alias_state(row)
-        place = (state.namespace, state.alias)
+        alias_key = state.alias_key
         error = state.current if isinstance(state.current, LoraplexError) else None
-        if error is None and newest.pop(place, 0) != state.last:
-            error = damaged(f"alias {state.alias!r} says that revision {state.last} is its last one")
+        if error is None and newest.pop(alias_key, 0) != state.last:
+            error = damaged(f"alias {alias_key.alias!r} says that revision {state.last} is its last one")
         if error is not None:
-            newest.pop(place, None)
-            problems.append((f"alias {state.alias} of {state.namespace}", error))
-    for namespace, alias in newest:
-        problems.append((f"alias {alias} of {namespace}", damaged("its revisions have no alias")))
+            newest.pop(alias_key, None)
+            problems.append((f"alias {alias_key.alias} of {alias_key.namespace}", error))
+    problems += [
+        (f"alias {alias_key.alias} of {alias_key.namespace}", damaged("its revisions have no alias"))
+        for alias_key in newest
+    ]
     return count
 
 
 def _log(
     connection: Connection,
     generation: int,
-    published: dict[tuple[str, str, int], Revision | None],
+    published: Published,
     problems: list[tuple[str, LoraplexError]],
 ) -> None:
     """One line a generation, and each publication's line names its revision."""
@@ -135,18 +138,20 @@ def _log(
     if [row["generation"] for row in rows] != list(range(1, generation + 1)):
         problems.append(("log", damaged(f"{len(rows)} lines do not count generations 1 to {generation}")))
     by_generation = {row["generation"]: row for row in rows}
-    for (namespace, alias, number), revision in published.items():
+    for (alias_key, number), revision in published.items():
         row = None if revision is None else by_generation.get(revision.generation)
         named = None if row is None else (row["namespace"], row["alias"], row["revision"])
-        if revision is not None and named != (namespace, alias, number):
-            problems.append((f"log of {alias}@{number}", damaged("its generation's line is another one's")))
+        if revision is not None and named != (*alias_key, number):
+            problems.append(
+                (f"log of {alias_key.alias}@{number}", damaged("its generation's line is another one's"))
+            )
     last = {
-        (row["namespace"], row["alias"]): row
+        AliasKey(row["namespace"], row["alias"]): row
         for row in rows
         if row["kind"] in (Kind.ADD, Kind.SWAP, Kind.REMOVE)
     }
     for row in connection.execute(select(aliases)).mappings():
-        line = last.get((row["namespace"], row["alias"]))
+        line = last.get(AliasKey(row["namespace"], row["alias"]))
         said = (
             None
             if line is None

@@ -52,8 +52,10 @@ def history(alias: str, /, *, catalog: CatalogUrl, namespace: Namespace = "defau
     """List every revision of ALIAS as JSON, the newest first: digests, source, who published it and when."""
     import msgspec
 
+    from loraplex.catalog.records import AliasKey
+
     with _catalog(catalog) as store:
-        revisions = store.history(namespace, alias)
+        revisions = store.history(AliasKey(namespace, alias))
     print(json.dumps([msgspec.to_builtins(revision) for revision in revisions], indent=2))
 
 

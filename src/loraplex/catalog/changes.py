@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from loraplex.catalog.records import ANY, DEFAULT_NAMESPACE, ArtifactRecord, Grant, Revision, Right
+from loraplex.catalog.records import (
+    ANY,
+    DEFAULT_NAMESPACE,
+    AliasKey,
+    ArtifactRecord,
+    Grant,
+    Revision,
+    Right,
+)
 from loraplex.catalog.sealed_rows import AliasState
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 
@@ -30,8 +38,7 @@ class Mode(StrEnum):
 class Draft:
     """What is to be published, before the catalog has numbered it. Fields as in `Revision`."""
 
-    namespace: str
-    alias: str
+    alias_key: AliasKey
     source: str
     artifact: ArtifactRecord
     content: str | None = None

@@ -14,7 +14,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,7 +27,24 @@ DEFAULT_NAMESPACE: Final = "default"
 ANY: Final = "*"
 _ALIAS: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+_OF_THE_FUNCTION: Final = (
+    "base",
+    "artifact",
+    "activation",
+    "semantic",
+    "method",
+    "ranks",
+    "targets",
+    "modules",
+)
 Record = TypeVar("Record", bound=msgspec.Struct)
+
+
+class AliasKey(NamedTuple):
+    """Under what an alias is kept: the namespace that it lies in, and the alias."""
+
+    namespace: str
+    alias: str
 
 
 class Right(StrEnum):
@@ -42,6 +59,7 @@ class Right(StrEnum):
 class ArtifactRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An artifact over a base: its digests (H_base, H_artifact, activation policy, H_adapter_semantic) and figures.
 
+    The figures are those of the files that were read: a revision has its own, the table of artifacts those of the first.
     nbytes: of all tensors, as they were read.
     """
 
@@ -56,6 +74,12 @@ class ArtifactRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors_total: int
     modules: int
     nbytes: int
+
+    def same_function(self, other: ArtifactRecord) -> bool:
+        """Whether both are one function. Figures of the files that it was read from may differ: one that carries copies
+        of what the base has anyway has more tensors and bytes than one that does not.
+        """
+        return all(getattr(self, name) == getattr(other, name) for name in _OF_THE_FUNCTION)
 
     def check(self) -> None:
         """Raise `catalog_record_invalid` unless every digest is one and follows, and every tensor was applied."""
@@ -101,6 +125,11 @@ class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.alias}@{self.revision}"
 
     @property
+    def alias_key(self) -> AliasKey:
+        """The alias that it was published under."""
+        return AliasKey(self.namespace, self.alias)
+
+    @property
     def key(self) -> str:
         """Semantic digest: what the engine calls it."""
         return self.artifact.semantic
@@ -122,10 +151,8 @@ class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise damaged("source or actor is missing or too long")
         self.artifact.check()
 
-    def describe(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """The adapter's public JSON (interface "HTTP"). figures: the engine's answer to `Inspect`."""
-        entries = [entry for entry in figures["adapters"] if entry["key"] == self.key]
-        live: Mapping[str, Any] = next((entry for entry in entries if not entry["removing"]), {})
+    def describe(self, live: Mapping[str, Any]) -> dict[str, Any]:
+        """The adapter's public JSON (interface "HTTP"). live: the engine's entry for it, empty where it has none."""
         artifact = self.artifact
         return {
             "alias": self.alias,

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, and_, func, select
 
+from loraplex.catalog.records import AliasKey
 from loraplex.catalog.schema import aliases, publications, revisions, revoked
-from loraplex.catalog.sealed_rows import Kind
+from loraplex.catalog.sealed_rows import Kind, of_alias
 from loraplex.core.errors import CallerError, ErrorCode
 
 
@@ -61,16 +62,14 @@ def served_elsewhere(connection: Connection, semantic: str, tenant: str) -> bool
         )
     )
     return any(
-        generation > last_removal(connection, namespace, alias)
+        generation > last_removal(connection, AliasKey(namespace, alias))
         for namespace, alias, generation in connection.execute(query).all()
     )
 
 
-def last_removal(connection: Connection, namespace: str, alias: str) -> int:
+def last_removal(connection: Connection, alias_key: AliasKey) -> int:
     """The generation at which an alias was last removed, 0 where it never was."""
     removed = select(func.max(publications.c.generation)).where(
-        publications.c.namespace == namespace,
-        publications.c.alias == alias,
-        publications.c.kind == Kind.REMOVE.value,
+        *of_alias(publications, alias_key), publications.c.kind == Kind.REMOVE.value
     )
     return connection.execute(removed).scalar_one() or 0

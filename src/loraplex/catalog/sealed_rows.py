@@ -12,9 +12,9 @@ from enum import StrEnum
 from typing import Any, Final
 
 import msgspec
-from sqlalchemy import Connection, RowMapping, and_, func, select
+from sqlalchemy import ColumnElement, Connection, RowMapping, Table, and_, func, select
 
-from loraplex.catalog.records import ArtifactRecord, Grant, Revision, damaged, decode
+from loraplex.catalog.records import AliasKey, ArtifactRecord, Grant, Revision, damaged, decode
 from loraplex.catalog.schema import aliases, artifacts, grants, publications, revisions
 from loraplex.core.errors import LoraplexError
 
@@ -40,14 +40,18 @@ class Kind(StrEnum):
 class AliasState:
     """What an alias means at a generation. current: None is a tombstone, an error a record that is damaged."""
 
-    namespace: str
-    alias: str
+    alias_key: AliasKey
     last: int
     current: Revision | LoraplexError | None
 
 
 class _Content(msgspec.Struct):
     content: str | None = None
+
+
+def of_alias(table: Table, alias_key: AliasKey) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    """The condition that a row of a table is an alias's."""
+    return table.c.namespace == alias_key.namespace, table.c.alias == alias_key.alias
 
 
 def current_rows() -> Any:
@@ -71,10 +75,9 @@ def revision_rows() -> Any:
     ).select_from(joined)
 
 
-def state_of(connection: Connection, namespace: str, alias: str) -> AliasState | None:
+def state_of(connection: Connection, alias_key: AliasKey) -> AliasState | None:
     """What an alias means, None when it never meant anything."""
-    where = (aliases.c.namespace == namespace, aliases.c.alias == alias)
-    row = connection.execute(current_rows().where(*where)).mappings().one_or_none()
+    row = connection.execute(current_rows().where(*of_alias(aliases, alias_key))).mappings().one_or_none()
     return None if row is None else alias_state(row)
 
 
@@ -88,7 +91,7 @@ def alias_state(row: RowMapping) -> AliasState:
                 raise damaged(f"alias {row['alias']!r} is behind its own revision {current.revision}")
         except LoraplexError as error:
             current = error
-    return AliasState(row["namespace"], row["alias"], row["last"], current)
+    return AliasState(AliasKey(row["namespace"], row["alias"]), row["last"], current)
 
 
 def read_revision(row: RowMapping, number: int | None = None) -> Revision:
@@ -103,7 +106,8 @@ def read_revision(row: RowMapping, number: int | None = None) -> Revision:
         raise damaged(f"the row of {revision.name} names another generation or artifact than its record")
     if row["artifact_record"] is None:
         raise damaged(f"{revision.name} names artifact {revision.key:.16}, which is not there")
-    if decode(ArtifactRecord, row["artifact_record"], row["artifact_seal"]) != revision.artifact:
+    artifact = decode(ArtifactRecord, row["artifact_record"], row["artifact_seal"])
+    if not artifact.same_function(revision.artifact):
         raise damaged(f"{revision.name} and artifact {revision.key:.16} do not say the same")
     return revision
 

@@ -32,15 +32,13 @@ from loraplex.catalog.changes import (
 from loraplex.catalog.database import IN_MEMORY, Database
 from loraplex.catalog.records import (
     ANY,
-    ArtifactRecord,
+    AliasKey,
     Grant,
     Revision,
     Right,
     check_alias,
     check_namespace,
     damaged,
-    encode,
-    seal,
 )
 from loraplex.catalog.revocations import (
     check_not_revoked,
@@ -49,6 +47,7 @@ from loraplex.catalog.revocations import (
     revoked_by_tenants,
     served_elsewhere,
 )
+from loraplex.catalog.row_writes import insert_artifact, insert_grant, insert_revision, point
 from loraplex.catalog.schema import aliases, artifacts, grants, meta, publications, revisions, revoked
 from loraplex.catalog.sealed_rows import (
     AliasState,
@@ -57,6 +56,7 @@ from loraplex.catalog.sealed_rows import (
     all_grants,
     content_of,
     current_rows,
+    of_alias,
     read_revision,
     revision_rows,
     state_of,
@@ -77,7 +77,7 @@ class CatalogStore:
         with self.database.writing() as connection:
             fresh = connection.execute(select(meta.c.generation)).scalar_one() == 0
             if fresh and connection.execute(select(func.count()).select_from(grants)).scalar_one() == 0:
-                _insert_grant(connection, DEFAULT_GRANT, 0)
+                insert_grant(connection, DEFAULT_GRANT, 0)
 
     @staticmethod
     def open(url: str = IN_MEMORY, *, create: bool = True) -> CatalogStore:
@@ -98,26 +98,34 @@ class CatalogStore:
         Raises `adapter_exists` (ADD over a current one), `adapter_not_found` (SWAP of none),
         `adapter_revision_conflict` (another revision than expected), `catalog_conflict` (another generation).
         """
-        check_namespace(draft.namespace)
-        check_alias(draft.alias)
+        alias_key = draft.alias_key
+        check_namespace(alias_key.namespace)
+        check_alias(alias_key.alias)
         with self.database.writing() as connection:
             generation = _advance(connection, expected.generation)
-            state = state_of(connection, draft.namespace, draft.alias)
-            old = _expect(state, draft.alias, mode, expected.revision)
-            check_not_revoked(connection, draft.artifact.semantic, draft.namespace)
+            state = state_of(connection, alias_key)
+            old = _expect(state, alias_key.alias, mode, expected.revision)
+            check_not_revoked(connection, draft.artifact.semantic, alias_key.namespace)
             new = Revision(
-                draft.namespace, draft.alias, (state.last if state else 0) + 1, generation, draft.source,
-                draft.content, draft.actor, self.now_ms(), draft.artifact,
-            )  # fmt: skip
-            _insert_artifact(connection, draft.artifact)
-            _insert_revision(connection, new)
-            _point(connection, new.namespace, new.alias, generation, new.revision, first=state is None)
+                namespace=alias_key.namespace,
+                alias=alias_key.alias,
+                revision=(state.last if state else 0) + 1,
+                generation=generation,
+                source=draft.source,
+                content=draft.content,
+                actor=draft.actor,
+                at_ms=self.now_ms(),
+                artifact=draft.artifact,
+            )
+            insert_artifact(connection, draft.artifact)
+            insert_revision(connection, new)
+            point(connection, alias_key, generation, new.revision, first=state is None)
             kind = Kind.SWAP if old is not None else Kind.ADD
-            self._log(connection, generation, kind, new.namespace, new.alias, new.revision, draft.actor)
+            self._log(connection, generation, kind, alias_key, new.revision, draft.actor)
         return old, new
 
     def remove(
-        self, namespace: str, alias: str, actor: str = OPERATOR, expected: Expectation = ANYTHING
+        self, alias_key: AliasKey, actor: str = OPERATOR, expected: Expectation = ANYTHING
     ) -> tuple[Revision, int]:
         """Leave a tombstone under an alias; returns what it stood for, and the new generation.
 
@@ -125,12 +133,12 @@ class CatalogStore:
         """
         with self.database.writing() as connection:
             generation = _advance(connection, expected.generation)
-            state = state_of(connection, namespace, alias)
-            old = _expect(state, alias, Mode.SWAP, expected.revision)
+            state = state_of(connection, alias_key)
+            old = _expect(state, alias_key.alias, Mode.SWAP, expected.revision)
             if old is None:
-                raise not_registered(alias)
-            _point(connection, namespace, alias, generation, None, first=False)
-            self._log(connection, generation, Kind.REMOVE, namespace, alias, old.revision, actor)
+                raise not_registered(alias_key.alias)
+            point(connection, alias_key, generation, None, first=False)
+            self._log(connection, generation, Kind.REMOVE, alias_key, old.revision, actor)
         return old, generation
 
     def revoke(self, semantic: str, actor: str = OPERATOR, tenant: str | None = None) -> list[Revision]:
@@ -166,20 +174,13 @@ class CatalogStore:
                     "other namespaces name this adapter; the operator may revoke it, remove your own alias instead",
                     param="alias",
                 )
-            self._log(connection, generation, Kind.REVOKE, tenant or "", semantic, None, actor)
+            where = AliasKey(tenant or "", semantic)
+            self._log(connection, generation, Kind.REVOKE, where, None, actor)
             gone = [read_revision(row, row["current"]) for row in rows]
             for revision in gone:
                 generation = _advance(connection, None)
-                _point(connection, revision.namespace, revision.alias, generation, None, first=False)
-                self._log(
-                    connection,
-                    generation,
-                    Kind.REMOVE,
-                    revision.namespace,
-                    revision.alias,
-                    revision.revision,
-                    actor,
-                )
+                point(connection, revision.alias_key, generation, None, first=False)
+                self._log(connection, generation, Kind.REMOVE, revision.alias_key, revision.revision, actor)
         return gone
 
     def grant(self, record: Grant, actor: str = OPERATOR) -> int:
@@ -188,8 +189,9 @@ class CatalogStore:
         with self.database.writing() as connection:
             generation = _advance(connection, None)
             connection.execute(delete(grants).where(_names(record)))
-            _insert_grant(connection, record, generation)
-            self._log(connection, generation, Kind.GRANT, record.namespace, record.alias, None, actor)
+            insert_grant(connection, record, generation)
+            where = AliasKey(record.namespace, record.alias)
+            self._log(connection, generation, Kind.GRANT, where, None, actor)
         return generation
 
     def withdraw(self, namespace: str, alias: str, tenant: str, actor: str = OPERATOR) -> int:
@@ -203,7 +205,7 @@ class CatalogStore:
                     f"there is no record of tenant {tenant!r} for {alias!r} in {namespace!r}",
                     param="tenant",
                 )
-            self._log(connection, generation, Kind.WITHDRAW, namespace, alias, None, actor)
+            self._log(connection, generation, Kind.WITHDRAW, AliasKey(namespace, alias), None, actor)
         return generation
 
     # Questions
@@ -228,34 +230,26 @@ class CatalogStore:
             by_tenants = () if after < 0 else revoked_by_tenants(connection, after)
             return Changes(generation, states, granted, tuple(wrong), tuple(ended), by_tenants)
 
-    def revision(self, namespace: str, alias: str, number: int) -> Revision | None:
+    def revision(self, alias_key: AliasKey, number: int) -> Revision | None:
         """Any revision that was ever published under an alias; raises `catalog_record_invalid` when damaged."""
-        where = (
-            revisions.c.namespace == namespace,
-            revisions.c.alias == alias,
-            revisions.c.revision == number,
-        )
+        where = (*of_alias(revisions, alias_key), revisions.c.revision == number)
         with self.database.reading() as connection:
             row = connection.execute(revision_rows().where(*where)).mappings().one_or_none()
             return None if row is None else read_revision(row)
 
-    def superseded(self, namespace: str, alias: str, number: int) -> Revision | None:
+    def superseded(self, alias_key: AliasKey, number: int) -> Revision | None:
         """An earlier revision of an alias that stands for something, to be served by its number.
 
         None where there is none, or where the alias was removed after it: a removal takes what was there away, also when
         the alias is published again. Raises `adapter_revoked`, and `catalog_record_invalid` when damaged.
         """
-        where = (
-            revisions.c.namespace == namespace,
-            revisions.c.alias == alias,
-            revisions.c.revision == number,
-        )
+        where = (*of_alias(revisions, alias_key), revisions.c.revision == number)
         with self.database.reading() as connection:
             row = connection.execute(revision_rows().where(*where)).mappings().one_or_none()
             found = None if row is None else read_revision(row)
-            if found is None or found.generation < last_removal(connection, namespace, alias):
+            if found is None or found.generation < last_removal(connection, alias_key):
                 return None
-            if is_revoked(connection, found.key, namespace):
+            if is_revoked(connection, found.key, alias_key.namespace):
                 raise CallerError(
                     ErrorCode.ADAPTER_REVOKED,
                     f"{found.name} was revoked; name another revision",
@@ -263,12 +257,11 @@ class CatalogStore:
                 )
         return found
 
-    def history(self, namespace: str, alias: str) -> list[Revision]:
+    def history(self, alias_key: AliasKey) -> list[Revision]:
         """All revisions of an alias, the newest first."""
-        where = (revisions.c.namespace == namespace, revisions.c.alias == alias)
         with self.database.reading() as connection:
             rows = connection.execute(
-                revision_rows().where(*where).order_by(revisions.c.revision.desc())
+                revision_rows().where(*of_alias(revisions, alias_key)).order_by(revisions.c.revision.desc())
             ).mappings()
             return [read_revision(row) for row in rows]
 
@@ -302,15 +295,25 @@ class CatalogStore:
             return [Publication(**row) for row in connection.execute(query).mappings()]
 
     def _log(
-        self, connection: Connection, generation: int, kind: Kind, namespace: str, alias: str,
-        revision: int | None, actor: str,
-    ) -> None:  # fmt: skip
+        self,
+        connection: Connection,
+        generation: int,
+        kind: Kind,
+        alias_key: AliasKey,
+        revision: int | None,
+        actor: str,
+    ) -> None:
         connection.execute(
             insert(publications).values(
-                generation=generation, kind=kind.value, namespace=namespace, alias=alias, revision=revision,
-                actor=actor, at_ms=self.now_ms(),
+                generation=generation,
+                kind=kind.value,
+                namespace=alias_key.namespace,
+                alias=alias_key.alias,
+                revision=revision,
+                actor=actor,
+                at_ms=self.now_ms(),
             )
-        )  # fmt: skip
+        )
 
 
 def _advance(connection: Connection, expected: int | None) -> int:
@@ -360,52 +363,3 @@ def _names(record: Grant) -> Any:
         grants.c.alias == record.alias,
         grants.c.tenant == record.tenant,
     )
-
-
-def _insert_grant(connection: Connection, record: Grant, generation: int) -> None:
-    text = encode(record)
-    connection.execute(
-        insert(grants).values(
-            namespace=record.namespace, alias=record.alias, tenant=record.tenant, generation=generation,
-            record=text.decode(), seal=seal(text),
-        )
-    )  # fmt: skip
-
-
-def _insert_artifact(connection: Connection, record: ArtifactRecord) -> None:
-    """The artifact's row, or the one that is there, which must say the same."""
-    text = encode(record)
-    found = connection.execute(
-        select(artifacts.c.record).where(artifacts.c.semantic == record.semantic)
-    ).scalar_one_or_none()
-    if found is None:
-        connection.execute(
-            insert(artifacts).values(semantic=record.semantic, record=text.decode(), seal=seal(text))
-        )
-    elif found != text.decode():
-        raise damaged(f"artifact {record.semantic:.16} is recorded otherwise than it was read")
-
-
-def _insert_revision(connection: Connection, revision: Revision) -> None:
-    text = encode(revision)
-    connection.execute(
-        insert(revisions).values(
-            namespace=revision.namespace, alias=revision.alias, revision=revision.revision,
-            generation=revision.generation, semantic=revision.key, record=text.decode(), seal=seal(text),
-        )
-    )  # fmt: skip
-
-
-def _point(
-    connection: Connection, namespace: str, alias: str, generation: int, current: int | None, *, first: bool
-) -> None:
-    """Let an alias mean a revision, or nothing."""
-    if first:
-        values = {"namespace": namespace, "alias": alias, "current": current, "last": current}
-        connection.execute(insert(aliases).values(**values, generation=generation))
-        return
-    values = {"current": current, "generation": generation}
-    if current is not None:
-        values["last"] = current
-    where = (aliases.c.namespace == namespace, aliases.c.alias == alias)
-    connection.execute(update(aliases).where(*where).values(**values))

@@ -58,6 +58,11 @@ MAX_SAFETENSORS_HEADER_BYTES: Final = 8 << 20
 MAX_ALIAS_CHARS: Final = 128
 MAX_SOURCE_CHARS: Final = 4096
 MAX_ACTOR_CHARS: Final = 256
+MAX_LISTED: Final = 1_000
+DEFAULT_LISTED: Final = 100
+"""Adapters of one page of a list: at most, and where the caller does not say."""
+MAX_FOLDERS_BEFORE_READY: Final = 64
+"""Folders of adapters that a start waits for; what lies beyond is registered while requests are served."""
 MAX_DOWNLOADS: Final = 4
 """Remote sources that are read at a time, each by a process of 80 MB."""
 MAX_PREPARE_S: Final = 600.0

@@ -149,9 +149,13 @@ class SetLimits(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Ask for the engine's figures (pages, requests, residency of each adapter). Answered by one `Reply`."""
+    """Ask for the engine's figures (pages, requests, residency of adapters). Answered by one `Reply`.
+
+    keys: the adapters that are asked about, None for all.
+    """
 
     call_id: int
+    keys: tuple[str, ...] | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

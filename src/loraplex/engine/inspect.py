@@ -11,9 +11,14 @@ from loraplex.engine.residency.wishes import limits_of
 from loraplex.engine.state import EngineState
 
 
-def inspect_engine(state: EngineState) -> dict[str, Any]:
-    """Pages, requests and the residency of each adapter, as plain values."""
+def inspect_engine(state: EngineState, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """Pages, requests and the residency of each adapter, or of those with these keys, as plain values."""
     counts = state.pool.counts()
+    entries = (
+        list(state.adapters.values())
+        if keys is None
+        else [state.adapters[key] for key in dict.fromkeys(keys) if key in state.adapters]
+    )
     return {
         "pages": {
             "total": counts.total,
@@ -49,8 +54,8 @@ def inspect_engine(state: EngineState) -> dict[str, Any]:
             "by_purpose": dict(state.traffic.by_purpose),
         },
         "prefetch": asdict(state.speculation),
-        "adapters": [describe(state, entry) for entry in state.adapters.values()]
-        + [describe(state, entry) for entry, _ in state.departing],
+        "adapters": [describe(state, entry) for entry in entries]
+        + [describe(state, entry) for entry, _ in state.departing if keys is None],
         "limits": {
             "max_requests": state.limits.max_requests,
             "max_model_len": state.limits.max_model_len,

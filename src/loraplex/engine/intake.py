@@ -81,7 +81,7 @@ def _call(state: EngineState, message: EngineCall) -> None:
         case SetLimits():
             wishes.set_limits(state, message)
         case Inspect():
-            state.outbox.append(Reply(message.call_id, body=inspect_engine(state)))
+            state.outbox.append(Reply(message.call_id, body=inspect_engine(state, message.keys)))
         case _:
             assert_never(message)
 

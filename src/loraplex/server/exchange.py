@@ -35,6 +35,7 @@ class Exchange:
     def __init__(self, scope: Any, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         raw = scope.get("raw_path") or scope["path"].encode()
+        self.query: bytes = scope.get("query_string", b"")
         self.raw_path: str = raw.partition(b"?")[0].decode("ascii", "replace")
         self._headers = [(name.lower(), value) for name, value in scope["headers"]]
         self._receive = receive

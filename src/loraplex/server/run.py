@@ -1,7 +1,7 @@
 """A server's life: listen, start the engine, register adapters, serve, drain, end. Owns signals and child processes.
 
 It listens first, so that a taken port is found before weights are read, and so that `/health` answers at once; requests
-are taken when the engine and every adapter of the command line are there. The first SIGTERM or SIGINT drains: new
+are taken when the engine, every --adapter and the first folders of --adapter-dir are there. The first SIGTERM or SIGINT drains: new
 requests are refused, open ones may finish within a bound and are then ended, typed. A second SIGINT ends it at once.
 
 Specification: rulings "Processes", "Start-up".
@@ -32,7 +32,7 @@ from loraplex.process.activity import Tell, activity
 from loraplex.process.client import EngineClient
 from loraplex.process.engine_process import BUILDER
 from loraplex.process.supervisor import EngineSupervisor
-from loraplex.server.administration.register import Preparation, register_adapters
+from loraplex.server.administration.register import CommandLine, Preparation
 from loraplex.server.announce import Announcer
 from loraplex.server.auth import DEFAULT_TENANT
 from loraplex.server.listen import AsgiApp, Listener
@@ -109,13 +109,14 @@ async def serve(
     )
     catalog = AdapterCatalog(frozenset({base_name}), CatalogStore.open(config.catalog or IN_MEMORY))
     artifacts = ArtifactStore(artifacts_folder(), int(config.store_gb * GIB))
-    preparation = Preparation(folder, engine_config, artifacts)
+    preparation = Preparation(folder, engine_config, artifacts, strict_base=config.strict_base)
     adapters = AdapterService(client, catalog, preparation, ImageStore(images).delete)
     preparation.named = lambda: adapters.off_loop(catalog.store.contents)
     supervisor.restore = lambda: _restore(adapters)
     kept = limits.MAX_REQUEST_RECORDS if config.catalog else limits.MAX_REQUEST_RECORDS_IN_MEMORY
     provenance = Provenance(RequestLog(catalog.store.database, kept), adapters.off_loop)
     service = Service(config, base_name, load_tokenizer(folder), client, supervisor, adapters, provenance)
+    command_line = CommandLine(service, announcer)
     listener = Listener(application(service), config.host, config.port)
 
     def at_once() -> None:
@@ -136,8 +137,9 @@ async def serve(
         preparation.begin(supervisor.info)
         for note in supervisor.info.get("notes", ()):
             announcer.say(str(note))
-        await register_adapters(service, announcer)
+        await command_line.register()
         adapters.begin()
+        command_line.begin()
         service.phase = Phase.OPEN
 
     with Signals(at_once) as signals:
@@ -145,7 +147,14 @@ async def serve(
         async with (
             contextlib.AsyncExitStack() as closing
         ):  # the last one first; one that fails does not keep the rest
-            for close in (preparation.close, client.close, supervisor.stop, adapters.close, provenance.close):
+            for close in (
+                preparation.close,
+                client.close,
+                supervisor.stop,
+                adapters.close,
+                command_line.close,
+                provenance.close,
+            ):
                 closing.push_async_callback(close)
             closing.callback(setattr, service, "phase", Phase.DRAINING)
             announcer.say(f"listening on {listener.url}; starting the engine for {base_name}")

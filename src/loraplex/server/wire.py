@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Final, Literal, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.limits import DEFAULT_LISTED, MAX_LISTED
 
 T = TypeVar("T", bound=msgspec.Struct)
 Unsupported = Annotated[
@@ -164,6 +166,13 @@ class PutAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain: bool = False
 
 
+class ListAdapters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The query of GET /v1/adapters. limit: adapters of a page. after: the name that the last page ended with."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED)] = DEFAULT_LISTED
+    after: str | None = None
+
+
 class PutLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """PUT /v1/limits. What is left out stays.
 
@@ -208,6 +217,33 @@ def decode(body: bytes, kind: type[T]) -> T:
         for index, message in enumerate(value.messages):
             _refuse_unsupported(message, f"messages[{index}].")
     return value
+
+
+def decode_query(query: bytes, kind: type[T]) -> T:
+    """Decode a query string, each field once. Raises `invalid_request` with the field at fault."""
+    try:
+        pairs = parse_qsl(
+            query.decode("ascii"),
+            keep_blank_values=True,
+            strict_parsing=bool(query),
+            errors="strict",
+            max_num_fields=16,
+        )
+        names = [name for name, _ in pairs]
+        for name in names:
+            if names.count(name) > 1:
+                raise CallerError(
+                    ErrorCode.INVALID_REQUEST,
+                    f"{name} is given {names.count(name)} times; give it once",
+                    param=name,
+                )
+        return msgspec.convert(dict(pairs), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST, f"the query is refused: {error}", param=_param(str(error))
+        ) from error
+    except ValueError as error:
+        raise CallerError(ErrorCode.INVALID_REQUEST, f"the query cannot be read: {error}") from error
 
 
 def _refuse_unsupported(value: msgspec.Struct, prefix: str = "") -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from urllib.parse import SplitResult, quote, urlsplit
 
 from loraplex.core.errors import CapacityError, ErrorCode, error_for
+from loraplex.core.limits import MAX_LISTED
 
 TIMEOUT_S: Final = 600.0
 """Registering reads, verifies and copies an adapter before it answers."""
@@ -41,7 +42,13 @@ class RemoteServer:
 
     def adapters(self) -> list[dict[str, Any]]:
         """Every adapter that the caller may see."""
-        found: list[dict[str, Any]] = self._call("GET", "/v1/adapters")["data"]
+        found: list[dict[str, Any]] = []
+        more = True
+        while more:
+            after = f"&after={quote(found[-1]['alias'], safe='')}" if found else ""
+            page = self._call("GET", f"/v1/adapters?limit={MAX_LISTED}{after}")
+            found += page["data"]
+            more = page["has_more"]
         return found
 
     def adapter(self, alias: str) -> dict[str, Any]:

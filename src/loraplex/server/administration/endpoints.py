@@ -19,11 +19,21 @@ from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.messages import Inspect
 from loraplex.server.metrics import CONTENT_TYPE
 from loraplex.server.routing import Call
-from loraplex.server.wire import LoadLoraAdapter, PutAdapter, PutLimits, UnloadLoraAdapter, decode
+from loraplex.server.wire import (
+    ListAdapters,
+    LoadLoraAdapter,
+    PutAdapter,
+    PutLimits,
+    UnloadLoraAdapter,
+    decode,
+    decode_query,
+)
 
 INSPECT_S = 2.0
 """How long `/metrics` waits for the engine: less than a scraper does."""
 GIB: Final = 1 << 30
+_TOTALS: Final = ("pages", "limits")
+"""Figures of the engine that a tenant may know: they say what there is, and not who uses it."""
 ACTIONS = ("pin", "unpin", "prefetch", "revoke")
 
 
@@ -55,21 +65,27 @@ async def _figures_soon(call: Call) -> dict[str, Any] | None:
 
 
 async def residency(call: Call) -> None:
-    """The engine's figures: pages, requests, and where each adapter is that the caller may list, with its names."""
+    """Pages, requests, and where each adapter is that the caller may list, with its names.
+
+    A tenant hears of its own requests and pins, and of totals that everybody shares; the operator of everything.
+    """
     call.service.require_ready()
     figures = await call.service.client.call(Inspect(0))
-    names: dict[str, list[str]] = {}
-    for name, revision in call.service.adapters.visible(call.caller.tenant):
-        names.setdefault(revision.key, []).append(f"{name}@{revision.revision}")
-    everything = call.caller.operator
-    adapters = [
-        {**entry, "names": sorted(names.get(entry["key"], ()))}
-        for entry in figures["adapters"]
-        if everything or entry["key"] in names
-    ]
-    await call.exchange.answer(
-        {**figures, "adapters": adapters, "catalog_generation": call.service.adapters.generation}
-    )
+    adapters, viewer = call.service.adapters, _viewer(call)
+    visible: dict[str, list[tuple[str, Revision]]] = {}
+    for name, revision in adapters.visible(call.caller.tenant):
+        visible.setdefault(revision.key, []).append((name, revision))
+    entries: list[dict[str, Any]] = []
+    for entry in figures["adapters"]:
+        listed = visible.get(entry["key"], [])
+        if viewer is None or (listed and not entry["removing"]):
+            shown = entry if viewer is None else adapters.seen_by(viewer, entry, [r for _, r in listed])
+            entries.append({**shown, "names": sorted(f"{name}@{r.revision}" for name, r in listed)})
+    if viewer is not None:
+        figures = {name: figures[name] for name in _TOTALS} | {
+            "requests": {"live": adapters.requests_of(viewer)}
+        }
+    await call.exchange.answer({**figures, "adapters": entries, "catalog_generation": adapters.generation})
 
 
 async def get_provenance(call: Call) -> None:
@@ -116,10 +132,18 @@ async def get_model(call: Call) -> None:
 
 
 async def list_adapters(call: Call) -> None:
-    """Every adapter that the caller may list."""
+    """Adapters that the caller may list, by name, a page at a time: `limit` of them after the name `after`."""
+    wanted = decode_query(call.exchange.query, ListAdapters)
     call.service.require_ready()
-    listed = await call.service.adapters.describe_all(call.caller.tenant)
-    await call.exchange.answer({"object": "list", "data": listed})
+    listed, more = await call.service.adapters.describe_some(
+        call.caller.tenant, _viewer(call), wanted.after, wanted.limit
+    )
+    await call.exchange.answer({"object": "list", "data": listed, "has_more": more})
+
+
+def _viewer(call: Call) -> str | None:
+    """Whose own figures the caller may see, None for everybody's."""
+    return None if call.caller.operator else call.caller.tenant
 
 
 def _found(call: Call, alias: str) -> Revision:
@@ -140,7 +164,7 @@ async def get_adapter(call: Call) -> None:
     """One adapter."""
     revision = _found(call, unquote(call.rest))
     call.service.require_ready()
-    await call.exchange.answer(await call.service.adapters.describe(revision.alias, revision.namespace))
+    await call.exchange.answer(await call.service.adapters.describe(revision.alias_key, _viewer(call)))
 
 
 async def put_adapter(call: Call) -> None:
@@ -150,19 +174,21 @@ async def put_adapter(call: Call) -> None:
     call.service.require_ready()
     source = permitted(request.source, call.service.config.adapter_dirs)
     adapters = call.service.adapters
-    tenant, alias = adapters.target(unquote(call.rest), call.caller.tenant)
+    alias_key = adapters.target(unquote(call.rest), call.caller.tenant)
     revision = await adapters.put(
-        alias, source, request.expected_revision, tenant, call.caller.name, drain=request.drain
+        alias_key, source, call.caller.name, expected=request.expected_revision, drain=request.drain
     )
     call.exchange.facts["model"] = revision.name
-    await call.exchange.answer(await adapters.describe(alias, tenant), 201 if revision.revision == 1 else 200)
+    await call.exchange.answer(
+        await adapters.describe(alias_key, _viewer(call)), 201 if revision.revision == 1 else 200
+    )
 
 
 async def delete_adapter(call: Call) -> None:
     """Take an alias away."""
     owned = _owned(call, unquote(call.rest))
     call.service.require_ready()
-    revision = await call.service.adapters.remove(owned.alias, owned.namespace, call.caller.name)
+    revision = await call.service.adapters.remove(owned.alias_key, call.caller.name)
     await call.exchange.answer({"alias": revision.alias, "revision": revision.revision, "deleted": True})
 
 
@@ -172,25 +198,23 @@ async def adapter_action(call: Call) -> None:
     quoted, _, action = call.rest.rpartition("/")
     if action not in ACTIONS or not quoted:
         raise CallerError(ErrorCode.NOT_FOUND, f"{call.exchange.path} is not served")
-    owned = _owned(call, unquote(quoted))
-    alias, tenant = owned.alias, owned.namespace
+    alias_key = _owned(call, unquote(quoted)).alias_key
     call.service.require_ready()
     adapters = call.service.adapters
     match action:
         case "pin":
-            await adapters.pin(alias, tenant)
+            await adapters.pin(alias_key)
         case "unpin":
-            await adapters.unpin(alias, tenant)
+            await adapters.unpin(alias_key)
         case "prefetch":
-            await adapters.prefetch(alias, tenant)
+            await adapters.prefetch(alias_key)
         case _:
             caller = call.caller
-            by = None if caller.operator else caller.tenant
-            gone = await adapters.revoke(alias, tenant, caller.name, by)
+            gone = await adapters.revoke(alias_key, caller.name, _viewer(call))
             names = sorted(revision.name for revision in gone if adapters.may_list(revision, caller.tenant))
-            await call.exchange.answer({"alias": alias, "revoked": names})
+            await call.exchange.answer({"alias": alias_key.alias, "revoked": names})
             return
-    await call.exchange.answer(await adapters.describe(alias, tenant))
+    await call.exchange.answer(await adapters.describe(alias_key, _viewer(call)))
 
 
 def _limits(call: Call, limits: Mapping[str, int], pages: Mapping[str, int]) -> dict[str, Any]:
@@ -250,8 +274,8 @@ async def load_lora_adapter(call: Call) -> None:
     change = adapters.put if request.load_inplace else adapters.add
     with _vllm_names():
         source = permitted(request.lora_path, call.service.config.adapter_dirs)
-        tenant, alias = adapters.target(request.lora_name, call.caller.tenant)
-        revision = await change(alias, source, tenant=tenant, actor=call.caller.name)
+        alias_key = adapters.target(request.lora_name, call.caller.tenant)
+        revision = await change(alias_key, source, call.caller.name)
     call.exchange.facts["model"] = revision.name
     await _success(call, f"Success: LoRA adapter '{revision.alias}' added successfully.")
 
@@ -263,7 +287,7 @@ async def unload_lora_adapter(call: Call) -> None:
     call.service.require_ready()
     with _vllm_names():
         owned = _owned(call, request.lora_name)
-        revision = await call.service.adapters.remove(owned.alias, owned.namespace, call.caller.name)
+        revision = await call.service.adapters.remove(owned.alias_key, call.caller.name)
     await _success(call, f"Success: LoRA adapter '{revision.alias}' removed successfully.")
 
 

@@ -7,31 +7,39 @@ over a restart. Specification: rulings "Start-up", "Processes".
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import re
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from loraplex.adapters.prepare import PreparedAdapter
 from loraplex.adapters.prepare_pool import PreparePool
+from loraplex.artifact.notes import NoteKind
 from loraplex.artifact.source import read_config as read_adapter_config
 from loraplex.artifact.tensors import Dtype
 from loraplex.build.base_model import BaseModel, base_modules, read_config
 from loraplex.build.base_text import read_base_facts
 from loraplex.catalog.artifacts import ArtifactStore
-from loraplex.catalog.records import DEFAULT_NAMESPACE, Revision, check_alias
+from loraplex.catalog.records import DEFAULT_NAMESPACE, AliasKey, Revision, check_alias
 from loraplex.catalog.sources import is_remote
 from loraplex.config import EngineConfig, ServeConfig
-from loraplex.core.errors import CallerError, CapacityError, ErrorCode
+from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
+from loraplex.core.limits import MAX_FOLDERS_BEFORE_READY
 from loraplex.model.spec import spec_from_config
+from loraplex.process.tasks import reported
 from loraplex.server.announce import Announcer
 from loraplex.server.service import Service
 
 _log: Final = logging.getLogger(__name__)
 ADAPTER_CONFIG: Final = "adapter_config.json"
 COMMAND_LINE: Final = "command line"
-Named = Callable[[], Awaitable[tuple[set[str], set[str]]]]
+_ALIAS: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+"""An alias that is a folder's own name."""
+Contents = Callable[[], Awaitable[tuple[set[str], set[str]]]]
 
 
 async def _nothing() -> tuple[set[str], set[str]]:
@@ -44,11 +52,14 @@ class Preparation:
     named: keys in the artifact store that (current, superseded) revisions name, asked for when the store is full.
     """
 
-    def __init__(self, folder: Path, engine: EngineConfig, artifacts: ArtifactStore) -> None:
-        self.named: Named = _nothing
+    def __init__(
+        self, folder: Path, engine: EngineConfig, artifacts: ArtifactStore, *, strict_base: bool = False
+    ) -> None:
+        self.named: Contents = _nothing
         self._folder = folder
         self._engine = engine
         self._artifacts = artifacts
+        self._strict_base = strict_base
         self._pool: PreparePool | None = None
 
     def begin(self, info: dict[str, Any]) -> None:
@@ -72,8 +83,14 @@ class Preparation:
 
     async def __call__(self, source: str, content: str | None = None) -> PreparedAdapter:
         """Prepare the adapter in `source`. A full artifact store is first cleared of what no revision names, then of
-        what only superseded revisions name.
+        what only superseded revisions name. Raises `adapter_base_mismatch` with `strict_base`, for another base's.
         """
+        prepared = await self._prepared(source, content)
+        if self._strict_base:
+            require_own_base(prepared)
+        return prepared
+
+    async def _prepared(self, source: str, content: str | None) -> PreparedAdapter:
         if self._pool is None:
             raise CapacityError(
                 ErrorCode.ENGINE_UNAVAILABLE, "adapters can be loaded once the engine is ready"
@@ -99,27 +116,78 @@ class Preparation:
             await self._pool.close()
 
 
-def adapter_sources(config: ServeConfig) -> list[tuple[str, str, bool]]:
-    """(alias, source, must be served) of the command line: each --adapter, then each subfolder of --adapter-dir."""
+def require_own_base(prepared: PreparedAdapter) -> None:
+    """Raise `adapter_base_mismatch` for an adapter that names another base model, or another revision of it."""
+    for note in prepared.notes:
+        if note.kind in (NoteKind.OTHER_BASE, NoteKind.OTHER_BASE_REVISION):
+            raise CallerError(
+                ErrorCode.ADAPTER_BASE_MISMATCH,
+                f"{note.message}; serve it over its own base, or without --strict-base",
+                param="source",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """An adapter of the command line. required: the server does not start without it."""
+
+    alias: str
+    source: str
+    required: bool = False
+
+
+def adapter_sources(config: ServeConfig) -> tuple[list[Named], list[str]]:
+    """The adapters of the command line, each --adapter and then what each --adapter-dir holds; and what is passed over.
+
+    A folder of --adapter-dir is served under its own name, and so is one that is given as an --adapter-dir and is an
+    adapter itself. A name is the first one's that has it.
+    """
     sources = [
-        (alias, source if is_remote(source) else str(Path(source).absolute()), True)
+        Named(alias, source if is_remote(source) else str(Path(source).absolute()), required=True)
         for alias, source in config.adapters
     ]
-    taken = {alias for alias, _ in config.adapters}
-    for name in config.adapter_dirs:
-        if is_remote(name):
+    taken, notes = {named.alias: named.source for named in sources}, []
+    for directory in config.adapter_dirs:
+        if is_remote(directory):
             continue  # it permits sources; there is nothing to list
-        for path in _subfolders(name):
-            if os.path.isfile(path / ADAPTER_CONFIG) and path.name not in taken:
-                taken.add(path.name)
-                sources.append((path.name, str(path.resolve()), False))
-    return sources
+        itself = Path(directory).absolute()
+        for path in [*([itself] if _is_adapter(itself) else []), *_subfolders(directory)]:
+            if path != itself and not _is_adapter(path):
+                continue
+            source = os.path.realpath(path)
+            first = taken.setdefault(path.name, source)
+            if first == source:
+                sources += (
+                    [] if any(known.source == source for known in sources) else [Named(path.name, source)]
+                )
+            else:
+                notes.append(
+                    f"adapter {path.name} in {path.parent} is not served: the name is taken by {first}; "
+                    f"serve it as --adapter NAME={path}"
+                )
+    return sources, notes
+
+
+def late_source(config: ServeConfig, alias: str) -> Named | None:
+    """What --adapter-dir holds under a name now, by the rules of `adapter_sources`."""
+    for directory in config.adapter_dirs:
+        if is_remote(directory):
+            continue
+        itself = Path(directory).absolute()
+        for path in (*([itself] if itself.name == alias else []), itself / alias):
+            if _is_adapter(path):
+                return Named(alias, os.path.realpath(path))
+    return None
+
+
+def _is_adapter(path: Path) -> bool:
+    return os.path.isfile(path / ADAPTER_CONFIG)
 
 
 def _subfolders(name: str) -> list[Path]:
     """What lies in a folder of --adapter-dir, by name."""
     try:
-        return sorted(Path(name).iterdir())
+        return sorted(Path(name).absolute().iterdir())
     except OSError as error:
         raise CallerError(
             ErrorCode.CONFIG_INVALID,
@@ -133,46 +201,133 @@ def check_sources(config: ServeConfig) -> None:
 
     Where a catalog names a database, it may serve an alias of which the source is gone.
     """
-    for alias, source, required in adapter_sources(config):
-        if required:
-            check_alias(alias)
-            if not is_remote(source) and config.catalog is None:
-                read_adapter_config(Path(source))
+    for named in adapter_sources(config)[0]:
+        if named.required:
+            check_alias(named.alias)
+            if not is_remote(named.source) and config.catalog is None:
+                read_adapter_config(Path(named.source))
 
 
-async def register_adapters(service: Service, announcer: Announcer) -> None:
-    """Register the command line's adapters. One named by --adapter must be served; of a folder, what can be."""
-    for alias, source, required in adapter_sources(service.config):
+class CommandLine:
+    """Registers the adapters of the command line: before requests are taken, behind them, and when a name is asked for.
+
+    One named by --adapter must be served; of a folder, what can be, whatever is wrong with the rest. A start waits for
+    the first `MAX_FOLDERS_BEFORE_READY` folders; the others follow while it serves, and one that is asked for at once.
+    """
+
+    def __init__(self, service: Service, announcer: Announcer) -> None:
+        self._service = service
+        self._announcer = announcer
+        self._waiting: dict[str, Named] = {}
+        self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._refused: dict[str, int] = {}
+        self._behind: asyncio.Task[None] | None = None
+
+    async def register(self) -> None:
+        """What a start waits for. Raises what is wrong with an --adapter, and that the engine is gone."""
+        sources, notes = adapter_sources(self._service.config)
+        for note in notes:
+            self._say(note)
+        folders = [named for named in sources if not named.required]
+        self._waiting = {named.alias: named for named in folders}
+        for named in sources:
+            if named.required:
+                await self._register(named)
+        for named in folders[:MAX_FOLDERS_BEFORE_READY]:
+            await self._take(named)
+        if self._waiting:
+            self._announcer.say(
+                f"{len(self._waiting)} more adapters are registered while requests are served"
+            )
+        known = sum(1 for _ in self._service.adapters)
+        if self._service.config.catalog is not None:
+            generation = self._service.adapters.generation
+            self._announcer.say(f"catalog at generation {generation}, {known} adapters")
+
+    def begin(self) -> None:
+        """Register the rest in the background, and whatever is asked for at once."""
+        self._service.adapters.missing = self.look_for
+        if self._waiting:
+            self._behind = reported(
+                asyncio.create_task(self._register_rest()),
+                _log,
+                "adapters of --adapter-dir are not registered any more",
+            )
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        tasks = [*self._under_way.values(), *([] if self._behind is None else [self._behind])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def look_for(self, alias: str) -> None:
+        """Register what --adapter-dir holds under a name that nobody knows, once for however many ask."""
+        named = self._waiting.get(alias)
+        if named is None and self._service.config.adapter_dir_late and _ALIAS.fullmatch(alias):
+            named = late_source(self._service.config, alias)
+            if named is not None and self._refused.get(named.source) == _changed_ns(named.source):
+                return  # it was refused, and is what it was
+        task = self._under_way.get(alias)
+        if task is None and named is not None:
+            task = self._under_way[alias] = asyncio.create_task(self._take(named))
+            task.add_done_callback(lambda _: self._under_way.pop(alias, None))
+        if task is not None:
+            await asyncio.shield(task)
+
+    async def _register_rest(self) -> None:
+        while self._waiting:
+            await self.look_for(next(iter(self._waiting)))
+
+    async def _take(self, named: Named) -> None:
+        """Register a folder; what is wrong with it is said."""
+        seen = _changed_ns(named.source)
         try:
-            revision = await _register(service, alias, source)
-        except CallerError as error:
-            if required:
+            await self._register(named)
+        except LoraplexError as error:
+            if error.code in (ErrorCode.ENGINE_DIED, ErrorCode.ENGINE_UNAVAILABLE, ErrorCode.SHUTTING_DOWN):
                 raise
-            announcer.say(f"adapter {alias} is not served: {error}")
-            _log.warning("adapter %s is not served: %s", alias, error)
-            continue
+            self._refused[named.source] = seen
+            self._say(f"adapter {named.alias} is not served: {error}")
+        except Exception as error:  # noqa: BLE001 - no folder stops a start; it is logged and said
+            self._refused[named.source] = seen
+            _log.exception("adapter %s in %s could not be read", named.alias, named.source)
+            self._say(f"adapter {named.alias} is not served: it could not be read ({type(error).__name__})")
+        self._waiting.pop(named.alias, None)
+
+    async def _register(self, named: Named) -> None:
+        revision = await _register(self._service, named.alias, named.source)
         if revision is None:
-            announcer.say(
-                f"adapter {alias} was removed from the catalog and stays so; add it again to serve it"
+            self._announcer.say(
+                f"adapter {named.alias} was removed from the catalog and stays so; add it again to serve it"
             )
         else:
-            announcer.say(_adapter_line(revision, source))
-    known = sum(1 for _ in service.adapters)
-    if service.config.catalog is not None:
-        announcer.say(f"catalog at generation {service.adapters.generation}, {known} adapters")
+            self._announcer.say(_adapter_line(revision, named.source))
+
+    def _say(self, text: str) -> None:
+        self._announcer.say(text)
+        _log.warning("%s", text)
+
+
+def _changed_ns(source: str) -> int:
+    """When a folder's configuration was last written, nanoseconds since 1970; 0 where there is none."""
+    try:
+        return os.stat(os.path.join(source, ADAPTER_CONFIG)).st_mtime_ns
+    except OSError:
+        return 0
 
 
 async def _register(service: Service, alias: str, source: str) -> Revision | None:
     """The current revision of an alias once the command line has had its say; None when it was removed."""
-    adapters = service.adapters
+    adapters, alias_key = service.adapters, AliasKey(DEFAULT_NAMESPACE, alias)
     store = adapters.catalog.store
-    history = await adapters.off_loop(lambda: store.history(DEFAULT_NAMESPACE, alias))
+    history = await adapters.off_loop(lambda: store.history(alias_key))
     if not history:
-        return await adapters.add(alias, source, actor=COMMAND_LINE)
+        return await adapters.add(alias_key, source, COMMAND_LINE)
     mine = next((revision for revision in history if revision.actor == COMMAND_LINE), None)
     if mine is None:
-        return adapters.catalog.get(alias)
-    return await adapters.put_unless(alias, source, mine, actor=COMMAND_LINE)
+        return adapters.catalog.get(alias_key)
+    return await adapters.put_unless(alias_key, source, mine, COMMAND_LINE)
 
 
 def _adapter_line(revision: Revision, source: str) -> str:
