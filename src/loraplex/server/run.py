@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from loraplex.adapters.adapter_catalog import AdapterCatalog
 from loraplex.adapters.manager import AdapterService
+from loraplex.adapters.preparation import Preparation
 from loraplex.catalog.artifacts import ArtifactStore, artifacts_folder
 from loraplex.catalog.database import IN_MEMORY
 from loraplex.catalog.requests import RequestLog
@@ -31,7 +32,7 @@ from loraplex.images.disk_store import ImageStore
 from loraplex.process.client import EngineClient
 from loraplex.process.engine_process import BUILDER
 from loraplex.process.supervisor import EngineSupervisor
-from loraplex.server.administration.register import Preparation, register_adapters
+from loraplex.server.administration.register import register_adapters
 from loraplex.server.announce import Announcer
 from loraplex.server.auth import DEFAULT_TENANT
 from loraplex.server.listen import AsgiApp, Listener
