@@ -15,7 +15,7 @@ from tests.server.rig import BASE, Front, error_of, run
 from loraplex.core import limits
 from loraplex.core.errors import CapacityError, ErrorCode
 from loraplex.process.logs import FIELDS
-from loraplex.server.administration import endpoints
+from loraplex.server import probes
 from loraplex.server.exchange import Exchange
 
 
@@ -119,7 +119,7 @@ def test_json_s_content_type_has_many_spellings(tmp_path: Path) -> None:
 def test_metrics_do_not_wait_for_an_engine_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoints, "INSPECT_S", 0.01)
+    monkeypatch.setattr(probes, "INSPECT_S", 0.01)
 
     async def test(front: Front) -> None:
         async def call(message: Any) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from tests.text.tiny_text import TEMPLATE, byte_codec, byte_tokenizer, metaspace
 from loraplex.build.engine_build import end_tokens
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.text import codec as text_module
-from loraplex.text.codec import MAX_HELD_TOKENS, Detokenizer, TextCodec, load_tokenizer
+from loraplex.text.codec import TextCodec, load_tokenizer
+from loraplex.text.detokenizer import MAX_HELD_TOKENS, Detokenizer
 
 BYTE = TextCodec(byte_tokenizer(), {1, 2}, "<|start|>", None)
 META = TextCodec(metaspace_tokenizer(), {2}, "<s>", None)

@@ -42,7 +42,6 @@ class Exchange:
         given = self.header("x-request-id")
         self.request_id = given if given and _SANE_ID.fullmatch(given) else secrets.token_hex(16)
         self.answer_headers: dict[str, str] = {"x-request-id": self.request_id}
-        self.facts: dict[str, Any] = {}
         self.status = 0
         self._patience: asyncio.Timeout | None = None
         self._hurried = False

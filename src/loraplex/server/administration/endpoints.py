@@ -1,11 +1,10 @@
-"""Models and adapters over HTTP: OpenAI's list, vLLM's two calls, our own, residency, health, readiness, metrics.
+"""Models and adapters over HTTP: OpenAI's list, vLLM's two calls, our own, residency, limits.
 
 Specification: interface "HTTP".
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -15,43 +14,13 @@ import msgspec
 
 from loraplex.catalog.records import Revision
 from loraplex.catalog.sources import permitted
-from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
+from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import Inspect
-from loraplex.server.metrics import CONTENT_TYPE
 from loraplex.server.routing import Call
 from loraplex.server.wire import LoadLoraAdapter, PutAdapter, PutLimits, UnloadLoraAdapter, decode
 
-INSPECT_S = 2.0
-"""How long `/metrics` waits for the engine: less than a scraper does."""
 GIB: Final = 1 << 30
 ACTIONS = ("pin", "unpin", "prefetch", "revoke")
-
-
-async def health(call: Call) -> None:
-    """The process answers."""
-    await call.exchange.answer({"status": "ok"})
-
-
-async def ready(call: Call) -> None:
-    """Whether requests are taken; 503 with the reason otherwise."""
-    call.service.require_ready()
-    await call.exchange.answer({"status": "ready"})
-
-
-async def metrics(call: Call) -> None:
-    """Prometheus exposition."""
-    service = call.service
-    figures = await _figures_soon(call) if service.ready else None
-    await call.exchange.respond(200, call.site.metrics.render(service.ready, figures), CONTENT_TYPE)
-
-
-async def _figures_soon(call: Call) -> dict[str, Any] | None:
-    """The engine's figures, or None when it does not answer soon: whoever scrapes must hear of an engine that hangs."""
-    try:
-        async with asyncio.timeout(INSPECT_S):
-            return await call.service.client.call(Inspect(0))
-    except (TimeoutError, LoraplexError):
-        return None
 
 
 async def residency(call: Call) -> None:
@@ -154,7 +123,7 @@ async def put_adapter(call: Call) -> None:
     revision = await adapters.put(
         alias, source, request.expected_revision, tenant, call.caller.name, drain=request.drain
     )
-    call.exchange.facts["model"] = revision.name
+    call.facts.model = revision.name
     await call.exchange.answer(await adapters.describe(alias, tenant), 201 if revision.revision == 1 else 200)
 
 
@@ -252,7 +221,7 @@ async def load_lora_adapter(call: Call) -> None:
         source = permitted(request.lora_path, call.service.config.adapter_dirs)
         tenant, alias = adapters.target(request.lora_name, call.caller.tenant)
         revision = await change(alias, source, tenant=tenant, actor=call.caller.name)
-    call.exchange.facts["model"] = revision.name
+    call.facts.model = revision.name
     await _success(call, f"Success: LoRA adapter '{revision.alias}' added successfully.")
 
 

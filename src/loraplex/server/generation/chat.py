@@ -23,12 +23,13 @@ from loraplex.server.answers import (
     Delta,
     event,
 )
-from loraplex.server.generation.generate import Generation, Piece, check_context, check_prompt, need_codec
+from loraplex.server.generation.generate import Generation, check_context, check_prompt, need_codec
 from loraplex.server.generation.logprobs import chat_logprobs
 from loraplex.server.generation.sampling_fields import sampling_params
 from loraplex.server.generation.serving import About, Prepared, serve
 from loraplex.server.routing import Call, encode_text
 from loraplex.server.wire import ChatRequest
+from loraplex.text.assembly import Piece
 from loraplex.text.codec import TextCodec
 
 

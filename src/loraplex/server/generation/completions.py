@@ -16,13 +16,14 @@ from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import TokenLogprobs
 from loraplex.core.request import SamplingParams
 from loraplex.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage, event
-from loraplex.server.generation.generate import Generation, Piece, check_context, check_prompt, need_codec
+from loraplex.server.generation.generate import Generation, check_context, check_prompt, need_codec
 from loraplex.server.generation.logprobs import CompletionScores, joined
 from loraplex.server.generation.sampling_fields import sampling_params
 from loraplex.server.generation.serving import About, Prepared, serve
 from loraplex.server.routing import Call, encode_text
 from loraplex.server.service import Service
 from loraplex.server.wire import CompletionRequest
+from loraplex.text.assembly import Piece
 
 DEFAULT_MAX_TOKENS = 16
 

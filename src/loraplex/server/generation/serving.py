@@ -16,10 +16,11 @@ from typing import Any, Protocol, TypeVar, assert_never
 import msgspec
 
 from loraplex.core import limits
-from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.request import SamplingParams
-from loraplex.server.generation.generate import Generation, Job, Piece, ServedModel, bind_model, urgency
-from loraplex.server.routing import Call, stream_pieces, until_disconnect
+from loraplex.server.answers import DONE, error_body, event
+from loraplex.server.generation.generate import Generation, Job, ServedModel, bind_model, urgency
+from loraplex.server.routing import Call, until_disconnect
 from loraplex.server.wire import (
     GenerationFields,
     JsonObjectFormat,
@@ -28,6 +29,7 @@ from loraplex.server.wire import (
     TextFormat,
     decode,
 )
+from loraplex.text.assembly import Piece
 from loraplex.text.grammars import schema_grammar
 
 R = TypeVar("R", bound=GenerationFields)
@@ -122,18 +124,18 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
             arrival_ns, deadline, grammar,
         )  # fmt: skip
         exchange.answer_headers |= model.headers
-        exchange.facts |= {"model": model.name, "stream": bool(request.stream)}
+        call.facts.model, call.facts.stream = model.name, bool(request.stream)
         if service.config.log_prompts:
-            exchange.facts["prompt"] = logged(prepared.given)
+            call.facts.prompt = logged(prepared.given)
         options = request.stream_options
         about = About(
             call, answer_id, request.model, model, options is not None and bool(options.include_usage)
         )
         with Generation(service, model, job) as generation:
-            exchange.facts["generation"] = generation
+            call.facts.generation = generation
             rendering = endpoint.rendering(about, request, prepared, generation)
             if request.stream:
-                await stream_pieces(call, generation, rendering.opening(), rendering.chunk, rendering.closing)
+                await _stream(call, generation, rendering)
             else:
                 await exchange.answer(rendering.whole(await _collect(generation)))
 
@@ -141,6 +143,31 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
 def logged(given: Sequence[Any]) -> str:
     """Prompts as one value of the access line, cut to what a line may hold."""
     return msgspec.json.encode(list(given)).decode()[: limits.MAX_LOGGED_PROMPT_CHARS]
+
+
+async def _stream(
+    call: Call,
+    generation: Generation,
+    rendering: Rendering,
+) -> None:
+    """Send pieces as events. The response begins with the first piece, so that a refusal still has its own status."""
+    exchange = call.exchange
+    pieces = await generation.read()
+    await exchange.begin_events()
+    data = rendering.opening()
+    try:
+        while pieces:
+            data += b"".join(map(rendering.chunk, pieces))
+            if data:
+                await exchange.write(data)
+            data = b""
+            pieces = await generation.read()
+        data = rendering.closing()
+    except LoraplexError as error:
+        call.facts.failed(error)
+        data = event(error_body(error))
+    await exchange.write(data + DONE)
+    await exchange.end()
 
 
 async def _collect(generation: Generation) -> dict[int, list[Piece]]:
