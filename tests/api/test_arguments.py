@@ -19,6 +19,7 @@ from loraplex.api.arguments import (
     read_prompts,
     read_registration,
     read_sampling,
+    read_sink,
 )
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.request import SamplingParams
@@ -126,3 +127,11 @@ def test_an_option_of_another_type_is_refused_by_name(option: str, value: Any) -
 def test_options_are_what_was_given() -> None:
     config = engine_config(OWN, {"pool_gb": 1, "token_budget": 8, "max_requests": 8})
     assert (config.pool_gb, config.token_budget, config.max_requests) == (1.0, 8, 8)
+
+
+@pytest.mark.parametrize("given", ["a file", 3, object(), []])
+def test_an_event_sink_has_a_method_emit(given: Any) -> None:
+    with pytest.raises(CallerError) as raised:
+        read_sink(given)
+    assert (raised.value.code, raised.value.param) == (ErrorCode.INVALID_REQUEST, "events")
+    assert read_sink(None) is not None

@@ -18,7 +18,9 @@ import msgspec
 
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.ports import EventSink
 from loraplex.core.request import SamplingParams
+from loraplex.process.local import NullSink
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -144,3 +146,13 @@ def read_number(name: str, value: Any, low: float, high: float) -> float | None:
     if not real or not low <= value <= high:
         raise _refuse(name, f"a number from {low:g} to {high:g}", value)
     return float(value)
+
+
+def read_sink(events: Any) -> EventSink:
+    """Where the engine's events go; nowhere for None. Raises `invalid_request`."""
+    if events is None:
+        return NullSink()
+    if not callable(getattr(events, "emit", None)):
+        raise _refuse("events", "an event sink, which has a method `emit`", events)
+    sink: EventSink = events
+    return sink
