@@ -41,9 +41,7 @@ def test_threads_share_batches_and_get_their_own_answers(root: Path) -> None:
 
         def ask(index: int) -> list[Any]:
             queued.wait(LIMIT_S)
-            return [
-                llm.generate([prompt(4 + index, round_)], NAMES[index], GREEDY)[0] for round_ in range(6)
-            ]
+            return [llm.generate([prompt(4 + index, round_)], NAMES[index], GREEDY)[0] for round_ in range(6)]
 
         for name, outputs in zip(NAMES, pool.map(ask, range(threads)), strict=True):
             for output in outputs:

@@ -57,6 +57,11 @@ COMPLETIONS: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
     ({"seed": 1 << 64}, SAMPLING, "seed"),
     ({"logit_bias": {"9" * 5000: 1}}, SAMPLING, "logit_bias"),
     ({"logit_bias": {"²": 1}}, SAMPLING, "logit_bias"),
+    (
+        {"logit_bias": {"267": 1}},
+        (400, "token_out_of_range"),
+        "logit_bias",
+    ),  # in the vocabulary, unknown to the tokenizer
     ({"stop": ""}, SAMPLING, "stop"),
     ({"logprobs": 21}, SAMPLING, "logprobs"),
     ({"repetition_penalty": 0}, SAMPLING, "repetition_penalty"),

@@ -48,7 +48,7 @@ from loraplex.process.local import LocalMailbox, run_now
 from loraplex.process.workdir import private_folder, temporary_root
 from loraplex.text.assembly import Piece, SampleAssembly
 from loraplex.text.codec import TextCodec, load_tokenizer
-from loraplex.text.engine_sampling import engine_sampling, prompt_seed
+from loraplex.text.engine_sampling import check_sampling, engine_sampling, prompt_seed
 
 
 class LLM:
@@ -304,8 +304,7 @@ class LLM:
         self, tokens: list[int], revision: Revision | None, params: SamplingParams
     ) -> list[OpenSample]:
         """The samples of one prompt, as the engine is asked for them."""
-        if params.stop_strings and self._codec is None:
-            raise CallerError(ErrorCode.TOKENIZER_MISSING, "stop strings need a tokenizer", param="stop")
+        check_sampling(params, self._codec)
         seed, prompt = prompt_seed(params), np.array(tokens, dtype="<i4").tobytes()
         samples = []
         for index in range(params.n):

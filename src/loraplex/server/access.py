@@ -74,7 +74,7 @@ def account(
             status=exchange.status,
             outcome=facts.outcome,
             code=facts.code,
-            tenant=caller.tenant,
+            tenant=caller.tenant or None,
             model=facts.model,
             prompt=facts.prompt,
             stream=facts.stream,

@@ -18,7 +18,7 @@ from loraplex.server import probes
 from loraplex.server.access import Facts, account
 from loraplex.server.administration import endpoints
 from loraplex.server.answers import DONE, error_body, event
-from loraplex.server.auth import Caller, KeyFile
+from loraplex.server.auth import NOBODY, KeyFile
 from loraplex.server.exchange import Disconnected, Exchange
 from loraplex.server.generation.chat import chat_completions
 from loraplex.server.generation.completions import completions
@@ -130,7 +130,7 @@ async def _exchange(site: Site, exchange: Exchange) -> None:
     """One request from its first byte to its access line."""
     begun = site.service.clock.now_ns()
     error: LoraplexError | None = None
-    caller, facts = Caller(), Facts()
+    caller, facts = NOBODY, Facts()
     try:
         route, rest = find_route(exchange)
         if not route.open:

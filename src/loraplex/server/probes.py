@@ -18,7 +18,8 @@ INSPECT_S = 2.0
 
 
 async def health(call: Call) -> None:
-    """The process answers."""
+    """Whether there is an engine that lives; 503 with the reason otherwise."""
+    call.service.require_engine()
     await call.exchange.answer({"status": "ok"})
 
 

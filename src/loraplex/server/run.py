@@ -1,6 +1,6 @@
 """A server's life: listen, start the engine, register adapters, serve, drain, end. Owns signals and child processes.
 
-It listens first, so that a taken port is found before weights are read, and so that `/health` answers at once; requests
+It listens first, so that a taken port is found before weights are read, and so that `/health` says at once what is missing; requests
 are taken when the engine and every adapter of the command line are there. The first SIGTERM or SIGINT drains: new
 requests are refused, open ones may finish within a bound and are then ended, typed. A second SIGINT ends it at once.
 

@@ -92,9 +92,11 @@ class Service:
         match self.phase:
             case Phase.DRAINING:
                 raise CapacityError(ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one")
-            case Phase.STARTING:
-                raise CapacityError(
-                    ErrorCode.ENGINE_UNAVAILABLE, "the server is starting; try again in a moment"
-                )
-            case Phase.OPEN:
-                self.supervisor.require_ready()
+            case Phase.STARTING | Phase.OPEN:
+                self.require_engine()
+
+    def require_engine(self) -> None:
+        """Raise `engine_unavailable` unless there is an engine that lives. One that drains does."""
+        if self.phase is Phase.STARTING:
+            raise CapacityError(ErrorCode.ENGINE_UNAVAILABLE, "the server is starting; try again in a moment")
+        self.supervisor.require_ready()

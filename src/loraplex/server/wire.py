@@ -113,8 +113,10 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def text(self) -> str:
-        """The content as one string."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        """The content as one string: parts are lines."""
+        return (
+            self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        )
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

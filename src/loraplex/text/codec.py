@@ -40,6 +40,7 @@ class TextCodec:
     """A tokenizer with its end-of-sequence set and, where the model has one, its chat template.
 
     eos_token_ids: ids that end a sequence. vocab_size: ids that the tokenizer knows, added ones included.
+    hidden: texts of the tokens that leave none in an answer, by id: special ones and those that end a sequence.
     """
 
     def __init__(
@@ -63,7 +64,13 @@ class TextCodec:
         self._byte_level = "ByteLevel" in str(tokenizer.decoder)
         # A normaliser may shorten a text, so that its length says nothing.
         self._longest = None if tokenizer.normalizer is not None else max(map(len, tokenizer.get_vocab()))
-        self._added = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {index: token.content for index, token in added.items()}
+        self.hidden = {index: token.content for index, token in added.items() if token.special}
+        self.hidden |= {
+            index: tokenizer.id_to_token(index) or "" for index in self.eos_token_ids - self._added.keys()
+        }
+        self.hidden |= {index: self._added[index] for index in self.eos_token_ids & self._added.keys()}
 
     @property
     def has_chat_template(self) -> bool:

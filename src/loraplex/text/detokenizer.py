@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from loraplex.text.codec import TextCodec
+from loraplex.text.stop_strings import StopStrings
 
 _REPLACEMENT: Final = "\ufffd"
 MAX_HELD_TOKENS: Final = 32
@@ -21,7 +22,7 @@ _CONTEXT_TOKENS: Final = 6
 class Detokenizer:
     """Turns a request's tokens into final text as they come.
 
-    Held back: characters whose bytes are incomplete, and the longest end that may become a stop string. What comes out
+    Special tokens and end tokens leave no text; a stop string that spells one is found all the same. Held back: characters whose bytes are incomplete, and the longest end that may become a stop string. What comes out
     depends on the tokens only, not on how they were split over calls.
 
     stopped_at: index of the token with which a stop string completed, None before. The text of the stop string and
@@ -37,13 +38,12 @@ class Detokenizer:
     ) -> None:
         """context: tokens before the first one; some tokenizers write a word differently at the start of a text."""
         self._codec = codec
-        self._stops = tuple(stop_strings)
         self._skip = skip_special
-        self._dropped = codec.eos_token_ids if skip_special else frozenset()
+        self._hidden = codec.hidden if skip_special else {}
+        self._stops = StopStrings(stop_strings, self._hidden.values())
         self._window: list[int] = list(context[-_CONTEXT_TOKENS:])
         self._shown = len(self._decode().rstrip(_REPLACEMENT))
         self._read = len(self._window)
-        self._held = ""
         self._count = 0
         self.stopped_at: int | None = None
 
@@ -53,8 +53,10 @@ class Detokenizer:
         for token in token_ids:
             if self.stopped_at is not None:
                 break
-            if token not in self._dropped:
-                out += self._release(self._text_of(token), final=False)
+            if token in self._hidden:
+                out += self._release(self._hidden[token], shown=False)
+            else:
+                out += self._release(self._text_of(token))
             self._count += 1
         return out
 
@@ -86,30 +88,9 @@ class Detokenizer:
             self._shown = len(self._decode())
         return new
 
-    def _release(self, text: str, *, final: bool) -> str:
+    def _release(self, text: str, *, shown: bool = True, final: bool = False) -> str:
         """Add `text`; give back what no stop string can reach any more."""
-        self._held += text
-        hit = self._first_stop()
-        if hit is not None:
-            out, self._held = self._held[:hit], ""
+        out, stopped = self._stops.add(text, shown=shown, final=final)
+        if stopped:
             self.stopped_at = max(self._count - (1 if final else 0), 0)
-            return out
-        keep = 0 if final else self._stop_prefix()
-        cut = len(self._held) - keep
-        out, self._held = self._held[:cut], self._held[cut:]
         return out
-
-    def _first_stop(self) -> int | None:
-        """Where the stop string begins that completes first; of two that complete together, the longer one."""
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        return min(found)[1] if found else None
-
-    def _stop_prefix(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for size in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest

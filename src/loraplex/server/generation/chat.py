@@ -31,6 +31,7 @@ from loraplex.server.routing import Call, encode_text
 from loraplex.server.wire import ChatRequest
 from loraplex.text.assembly import Piece
 from loraplex.text.codec import TextCodec
+from loraplex.text.engine_sampling import check_sampling
 
 
 async def chat_completions(call: Call) -> None:
@@ -53,7 +54,9 @@ class Chat:
         texts = [message["content"] for message in given]
         ids = await encode_text(codec, texts, lambda: codec.chat(given), longest, "messages")
         check_prompt(call.service, ids, "messages")
-        return Prepared(given, [ids], _parameters(call, request, len(ids)))
+        params = _parameters(call, request, len(ids))
+        check_sampling(params, codec)
+        return Prepared(given, [ids], params)
 
     def rendering(
         self, about: About, request: ChatRequest, prepared: Prepared, generation: Generation

@@ -24,6 +24,7 @@ from loraplex.server.routing import Call, encode_text
 from loraplex.server.service import Service
 from loraplex.server.wire import CompletionRequest
 from loraplex.text.assembly import Piece
+from loraplex.text.engine_sampling import check_sampling
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -49,8 +50,7 @@ class Completions:
                 f"the limit is {limits.MAX_CHOICES}",
                 param="n",
             )
-        if params.stop_strings:
-            need_codec(service, "stop")
+        check_sampling(params, service.codec)
         ids = [item if isinstance(item, list) else await _encoded(service, item) for item in given]
         for prompt in ids:
             check_prompt(service, prompt, "prompt")
