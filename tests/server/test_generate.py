@@ -194,7 +194,7 @@ def test_chat_by_the_openai_client(tmp_path: Path) -> None:
         assert front.codec is not None
         assert (
             front.codec.decode(prompt, skip_special=False)
-            == "<|start|>[system]be<|end|>[user]hi<|end|>[assistant]"
+            == "<|start|>[system]be<|end|>[user]h\ni<|end|>[assistant]"
         )
         assert submit.sampling.max_tokens == MAX_LEN - len(prompt)
         await front.chat(max_completion_tokens=7)

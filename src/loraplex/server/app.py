@@ -163,6 +163,8 @@ async def _no_body(exchange: Exchange) -> None:
 
 
 async def _report(exchange: Exchange, error: LoraplexError) -> None:
+    if exchange.given_up:
+        return
     if not exchange.started:
         await exchange.refuse(error)
         return

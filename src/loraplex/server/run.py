@@ -137,6 +137,7 @@ async def serve(
             contextlib.AsyncExitStack() as closing
         ):  # the last one first; one that fails does not keep the rest
             closing.callback(preparation.close)
+            closing.callback(service.workers.close)
             for close in (client.close, supervisor.stop, adapters.close, provenance.close):
                 closing.push_async_callback(close)
             closing.callback(setattr, service, "phase", Phase.DRAINING)

@@ -7,19 +7,23 @@ Specification: interface "HTTP".
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.server.body_size import check_body
 
 T = TypeVar("T", bound=msgspec.Struct)
 Unsupported = Annotated[
-    Any, msgspec.Meta(extra_json_schema={"type": "null", "description": "not carried out; leave it out"})
+    msgspec.Raw,
+    msgspec.Meta(extra_json_schema={"type": "null", "description": "not carried out; leave it out"}),
 ]
-"""A field that OpenAI knows and this server does not carry out: refused unless absent or null."""
+"""A field that OpenAI knows and this server does not carry out: refused unless absent or null. Never decoded."""
+_ABSENT: Final[Any] = UNSET
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,7 +86,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     repetition_penalty: float | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    alora_fallback: Unsupported | UnsetType = UNSET
+    alora_fallback: Unsupported = _ABSENT
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,7 +96,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     best_of: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: Unsupported | UnsetType = UNSET
+    suffix: Unsupported = _ABSENT
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,9 +111,9 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
-    name: Unsupported | UnsetType = UNSET
-    tool_calls: Unsupported | UnsetType = UNSET
-    refusal: Unsupported | UnsetType = UNSET
+    name: Unsupported = _ABSENT
+    tool_calls: Unsupported = _ABSENT
+    refusal: Unsupported = _ABSENT
 
     @property
     def text(self) -> str:
@@ -126,20 +130,20 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Unsupported | UnsetType = UNSET
-    tool_choice: Unsupported | UnsetType = UNSET
-    parallel_tool_calls: Unsupported | UnsetType = UNSET
-    functions: Unsupported | UnsetType = UNSET
-    function_call: Unsupported | UnsetType = UNSET
-    audio: Unsupported | UnsetType = UNSET
-    modalities: Unsupported | UnsetType = UNSET
-    prediction: Unsupported | UnsetType = UNSET
-    reasoning_effort: Unsupported | UnsetType = UNSET
-    verbosity: Unsupported | UnsetType = UNSET
-    metadata: Unsupported | UnsetType = UNSET
-    store: Unsupported | UnsetType = UNSET
-    service_tier: Unsupported | UnsetType = UNSET
-    web_search_options: Unsupported | UnsetType = UNSET
+    tools: Unsupported = _ABSENT
+    tool_choice: Unsupported = _ABSENT
+    parallel_tool_calls: Unsupported = _ABSENT
+    functions: Unsupported = _ABSENT
+    function_call: Unsupported = _ABSENT
+    audio: Unsupported = _ABSENT
+    modalities: Unsupported = _ABSENT
+    prediction: Unsupported = _ABSENT
+    reasoning_effort: Unsupported = _ABSENT
+    verbosity: Unsupported = _ABSENT
+    metadata: Unsupported = _ABSENT
+    store: Unsupported = _ABSENT
+    service_tier: Unsupported = _ABSENT
+    web_search_options: Unsupported = _ABSENT
 
 
 class LoadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -148,14 +152,14 @@ class LoadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lora_name: str
     lora_path: str
     load_inplace: bool | None = None
-    is_3d_lora_weight: Unsupported | UnsetType = UNSET
+    is_3d_lora_weight: Unsupported = _ABSENT
 
 
 class UnloadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """POST /v1/unload_lora_adapter. lora_int_id: sent by some clients of the other servers; names are identity here."""
 
     lora_name: str
-    lora_int_id: Unsupported | UnsetType = UNSET
+    lora_int_id: Unsupported = _ABSENT
 
 
 class PutAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -198,6 +202,7 @@ def _param(message: str) -> str | None:
 def decode(body: bytes, kind: type[T]) -> T:
     """Decode a request body. Raises `invalid_request` or `unsupported_option` with the field at fault."""
     try:
+        check_body(body, kind)
         value = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise CallerError(
@@ -213,10 +218,17 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def _refuse_unsupported(value: msgspec.Struct, prefix: str = "") -> None:
-    for field in msgspec.structs.fields(value):
-        if field.default is UNSET and getattr(value, field.name) not in (UNSET, None):
+    for name in _unsupported(type(value)):
+        given = getattr(value, name)
+        if given is not UNSET and bytes(given) != b"null":
             raise CallerError(
                 ErrorCode.UNSUPPORTED_OPTION,
-                f"{prefix}{field.name} is not supported by this server; leave it out",
-                param=prefix + field.name,
+                f"{prefix}{name} is not supported by this server; leave it out",
+                param=prefix + name,
             )
+
+
+@functools.cache
+def _unsupported(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Names of the fields that are not carried out."""
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type is Unsupported)

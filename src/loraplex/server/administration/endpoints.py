@@ -16,8 +16,8 @@ from loraplex.catalog.records import Revision
 from loraplex.catalog.sources import permitted
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import Inspect
-from loraplex.server.routing import Call
-from loraplex.server.wire import LoadLoraAdapter, PutAdapter, PutLimits, UnloadLoraAdapter, decode
+from loraplex.server.routing import Call, read_body
+from loraplex.server.wire import LoadLoraAdapter, PutAdapter, PutLimits, UnloadLoraAdapter
 
 GIB: Final = 1 << 30
 ACTIONS = ("pin", "unpin", "prefetch", "revoke")
@@ -115,7 +115,7 @@ async def get_adapter(call: Call) -> None:
 async def put_adapter(call: Call) -> None:
     """Register an alias, or swap what it stands for."""
     call.caller.require_admin()
-    request = decode(await call.exchange.body(), PutAdapter)
+    request = await read_body(call, PutAdapter)
     call.service.require_ready()
     source = permitted(request.source, call.service.config.adapter_dirs)
     adapters = call.service.adapters
@@ -189,7 +189,7 @@ async def put_limits(call: Call) -> None:
         raise CallerError(
             ErrorCode.FORBIDDEN, "limits are the operator's: an admin key of the tenant 'default'"
         )
-    request = decode(await call.exchange.body(), PutLimits)
+    request = await read_body(call, PutLimits)
     call.service.require_ready()
     pages = (await call.service.client.call(Inspect(0)))["pages"]
     limits = await call.service.adapters.controls.set_limits(
@@ -213,7 +213,7 @@ def _vllm_names() -> Iterator[None]:
 async def load_lora_adapter(call: Call) -> None:
     """vLLM's call: register a new name. One that is taken is refused unless it is to be replaced; then it is swapped."""
     call.caller.require_admin()
-    request = decode(await call.exchange.body(), LoadLoraAdapter)
+    request = await read_body(call, LoadLoraAdapter)
     call.service.require_ready()
     adapters = call.service.adapters
     change = adapters.put if request.load_inplace else adapters.add
@@ -228,7 +228,7 @@ async def load_lora_adapter(call: Call) -> None:
 async def unload_lora_adapter(call: Call) -> None:
     """vLLM's call: take a name away."""
     call.caller.require_admin()
-    request = decode(await call.exchange.body(), UnloadLoraAdapter)
+    request = await read_body(call, UnloadLoraAdapter)
     call.service.require_ready()
     with _vllm_names():
         owned = _owned(call, request.lora_name)

@@ -16,6 +16,7 @@ from types import TracebackType
 
 import numpy as np
 
+from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import Submit, Tokens
 from loraplex.core.request import SamplingParams
@@ -120,6 +121,17 @@ def check_prompt(service: Service, ids: Sequence[int], param: str) -> None:
             ErrorCode.TOKEN_OUT_OF_RANGE,
             f"token id {high if high >= vocab else low} lies outside the vocabulary of {vocab}",
             param=param,
+        )
+
+
+def check_submitted(prompt_tokens: int, samples: int) -> None:
+    """Raise `invalid_request` where prompts, each sent once a sample, would be more than one message holds."""
+    if prompt_tokens * samples > limits.MAX_SUBMITTED_TOKENS:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"{prompt_tokens} prompt tokens in {samples} samples make {prompt_tokens * samples}, the limit is "
+            f"{limits.MAX_SUBMITTED_TOKENS}; lower n",
+            param="n",
         )
 
 
