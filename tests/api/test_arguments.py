@@ -14,6 +14,7 @@ from loraplex.api.arguments import (
     engine_config,
     read_adapters,
     read_count,
+    read_model,
     read_names,
     read_number,
     read_prompts,
@@ -135,3 +136,25 @@ def test_an_event_sink_has_a_method_emit(given: Any) -> None:
         read_sink(given)
     assert (raised.value.code, raised.value.param) == (ErrorCode.INVALID_REQUEST, "events")
     assert read_sink(None) is not None
+
+
+@pytest.mark.parametrize("given", [5, None, b"m", "a\0b", "\ud800", ["m"]])
+def test_a_model_is_a_path_that_can_be_looked_for(given: Any) -> None:
+    with pytest.raises(CallerError) as raised:
+        read_model(given)
+    assert (raised.value.code, raised.value.param) == (ErrorCode.CONFIG_INVALID, "model")
+    assert read_model("m") == read_model(Path("m")) == Path("m")
+
+
+@pytest.mark.parametrize("given", ["a\0b", "\ud800"])
+def test_a_source_is_a_path_that_can_be_looked_for(given: str) -> None:
+    with pytest.raises(CallerError) as raised:
+        read_registration("a", given)
+    assert (raised.value.code, raised.value.param) == (ErrorCode.INVALID_REQUEST, "source")
+
+
+@pytest.mark.parametrize("given", ["\ud800", ["a", "b\udfff"]])
+def test_a_text_is_one_that_utf_8_can_write(given: Any) -> None:
+    with pytest.raises(CallerError) as raised:
+        read_prompts(given)
+    assert (raised.value.code, raised.value.param) == (ErrorCode.INVALID_REQUEST, "prompts")

@@ -105,6 +105,33 @@ CHAT: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages[0].role is 'tool', expected 'system' or 'developer' or 'user' or 'assistant'",
+        ),
+        (
+            {"response_format": {"type": "grammar"}},
+            "response_format.type is 'grammar', expected 'text' or 'json_object' or 'json_schema'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "audio", "text": ""}]}]},
+            "messages[0].content[0].type is 'audio', expected 'text'",
+        ),
+    ],
+)
+def test_a_refused_word_is_answered_with_the_words_that_are_known(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    async def test(front: Front) -> None:
+        body = (await front.chat(**change)).json()["error"]
+        assert said in body["message"]
+
+    run(tmp_path, test)
+
+
 def test_completion_fields(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
         for change, (status, code), param in COMPLETIONS:

@@ -27,6 +27,7 @@ from loraplex.api.arguments import (
     engine_config,
     read_adapters,
     read_count,
+    read_model,
     read_names,
     read_number,
     read_prompts,
@@ -80,7 +81,8 @@ class LLM:
         self._closing.callback(self._forget_images)
         mailbox = LocalMailbox()
         try:
-            own = {"model": str(model), "images_dir": str(images)}
+            folder = read_model(model)
+            own = {"model": str(folder), "images_dir": str(images)}
             config = engine_config(own, {"device": device, "dtype": dtype, "pool_gb": pool_gb, **options})
             self._built = build_engine(config, mailbox, MonotonicClock(), read_sink(events))
             self._closing.callback(self._built.close)
@@ -94,7 +96,7 @@ class LLM:
             self._vocab_size = self._built.limits.vocab_size
             self._eos_token_ids = self._built.eos_token_ids
             self._requests = itertools.count(1)
-            self._codec: TextCodec | None = load_tokenizer(Path(model))
+            self._codec: TextCodec | None = load_tokenizer(folder)
             for alias, source in read_adapters(adapters).items():
                 self.add_adapter(alias, source)
         except BaseException:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import UNSET
@@ -99,6 +99,9 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     suffix: Unsupported = _ABSENT
 
 
+Role = Literal["system", "developer", "user", "assistant"]
+
+
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A content part; text is the only kind that the models read."""
 
@@ -109,7 +112,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Role
     content: str | list[TextPart]
     name: Unsupported = _ABSENT
     tool_calls: Unsupported = _ABSENT
@@ -191,6 +194,25 @@ _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 _AT: Final = re.compile(r"at `\$\.?([^`]*)`")
 
 
+_VALUE: Final = re.compile(r"Invalid (?:enum )?value '([^']*)'")
+_CHOICES: Final = {
+    "role": get_args(Role),
+    "response_format.type": ("text", "json_object", "json_schema"),
+    "type": ("text",),
+}
+"""What a field may be, by the end of its path, where the decoder only says what it is not."""
+
+
+def _explained(message: str, param: str | None) -> str:
+    """The decoder's message, with what would have been accepted."""
+    path = param or ""
+    choices = next((words for end, words in _CHOICES.items() if path.endswith(end)), ())
+    found = _VALUE.search(message)
+    if found is None or not choices:
+        return message
+    return f"{param} is {found[1]!r}, expected {' or '.join(map(repr, choices))}"
+
+
 def _param(message: str) -> str | None:
     """The field at fault in the decoder's message: `stream_options.foo`."""
     inside = _AT.search(message)
@@ -205,8 +227,10 @@ def decode(body: bytes, kind: type[T]) -> T:
         check_body(body, kind)
         value = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
+        param = _param(str(error))
+        reason = _explained(str(error), param)
         raise CallerError(
-            ErrorCode.INVALID_REQUEST, f"the request body is refused: {error}", param=_param(str(error))
+            ErrorCode.INVALID_REQUEST, f"the request body is refused: {reason}", param=param
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CallerError(ErrorCode.INVALID_REQUEST, f"the request body is not JSON: {error}") from error
