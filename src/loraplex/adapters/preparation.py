@@ -1,6 +1,6 @@
 """Preparing adapters for the engine of the moment, in the preparation processes, with room made in a full artifact store.
 
-Never registers or publishes anything. Specification: DESIGN 4 "Loading", "Start-up".
+Never registers or publishes anything. Specification: rulings "Loading", "Start-up".
 """
 
 from __future__ import annotations

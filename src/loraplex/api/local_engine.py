@@ -3,7 +3,7 @@
 Owns the requests that are open, the replies that are awaited, and whose turn it is to step. What several threads ask at
 a time runs in the same steps; whoever steps serves all of them. Never reads arguments and never tokenises.
 
-Specification: DESIGN 4 "Processes" (the server and `LLM` drive the same engine).
+Specification: rulings "Processes" (the server and `LLM` drive the same engine).
 """
 
 from __future__ import annotations

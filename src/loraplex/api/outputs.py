@@ -1,4 +1,4 @@
-"""What `LLM.generate` answers with. Specification: DESIGN 5 "Python"."""
+"""What `LLM.generate` answers with. Specification: interface "Python"."""
 
 from __future__ import annotations
 

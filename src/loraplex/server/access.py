@@ -2,7 +2,7 @@
 
 Never answers. Prompts are in neither line nor metrics, unless the operator asked for them.
 
-Specification: DESIGN 1 "Everything is visible"; 0x01G (records).
+Specification: rulings "Promise"; 0x01G (records).
 """
 
 from __future__ import annotations

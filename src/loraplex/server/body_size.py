@@ -4,7 +4,7 @@ Making objects of eight megabytes of brackets takes seconds in which nobody else
 through, its fields stay bytes, and what they would become is counted from above: refused is what exceeds a limit for sure.
 The exact limits are checked on what was decoded.
 
-Specification: DESIGN 5 "HTTP".
+Specification: interface "HTTP".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How the server is, for machines that ask every few seconds: health, readiness, metrics.
 
-Specification: DESIGN 5 "HTTP".
+Specification: interface "HTTP".
 """
 
 from __future__ import annotations

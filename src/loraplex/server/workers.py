@@ -3,7 +3,7 @@
 What streams meanwhile waits for an interpreter's switch at most. Who comes when the queue is full is refused, typed.
 Never decides how much a caller may ask; that is checked before, against `core/limits.py`.
 
-Specification: DESIGN 4 "Processes", "Text".
+Specification: rulings "Processes", "Text".
 """
 
 from __future__ import annotations

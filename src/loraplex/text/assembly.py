@@ -3,7 +3,7 @@
 The one place where an answer is put together, for the server and for `LLM`. A front end hands over every message of a
 sample and gets what it adds; where a stop string completes, it is told which token was the last, and tells the engine.
 
-Never sends anything and never knows how an answer is written. Specification: DESIGN 2 (step 11), DESIGN 4 "Text".
+Never sends anything and never knows how an answer is written. Specification: architecture "A request's way" (11), rulings "Text".
 """
 
 from __future__ import annotations

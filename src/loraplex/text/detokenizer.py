@@ -2,7 +2,7 @@
 
 Owns what is held back: incomplete characters and the beginning of what may become a stop string. Never knows of requests.
 
-Specification: DESIGN 4 "Text".
+Specification: rulings "Text".
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A text has shown characters and, where a stop string spells a special token, the hidden ones of special tokens between
 them: `<|im_end|>` ends an answer though it is never part of one. Knows nothing of tokens and requests.
 
-Specification: DESIGN 4 "Text".
+Specification: rulings "Text".
 """
 
 from __future__ import annotations
