@@ -14,11 +14,13 @@ from loraplex.api.arguments import (
     engine_config,
     read_adapters,
     read_count,
+    read_model,
     read_names,
     read_number,
     read_prompts,
     read_registration,
     read_sampling,
+    read_sink,
 )
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.request import SamplingParams
@@ -126,3 +128,33 @@ def test_an_option_of_another_type_is_refused_by_name(option: str, value: Any) -
 def test_options_are_what_was_given() -> None:
     config = engine_config(OWN, {"pool_gb": 1, "token_budget": 8, "max_requests": 8})
     assert (config.pool_gb, config.token_budget, config.max_requests) == (1.0, 8, 8)
+
+
+@pytest.mark.parametrize("given", ["a file", 3, object(), []])
+def test_an_event_sink_has_a_method_emit(given: Any) -> None:
+    with pytest.raises(CallerError) as raised:
+        read_sink(given)
+    assert (raised.value.code, raised.value.param) == (ErrorCode.INVALID_REQUEST, "events")
+    assert read_sink(None) is not None
+
+
+@pytest.mark.parametrize("given", [5, None, b"m", "a\0b", "\ud800", ["m"]])
+def test_a_model_is_a_path_that_can_be_looked_for(given: Any) -> None:
+    with pytest.raises(CallerError) as raised:
+        read_model(given)
+    assert (raised.value.code, raised.value.param) == (ErrorCode.CONFIG_INVALID, "model")
+    assert read_model("m") == read_model(Path("m")) == Path("m")
+
+
+@pytest.mark.parametrize("given", ["a\0b", "\ud800"])
+def test_a_source_is_a_path_that_can_be_looked_for(given: str) -> None:
+    with pytest.raises(CallerError) as raised:
+        read_registration("a", given)
+    assert (raised.value.code, raised.value.param) == (ErrorCode.INVALID_REQUEST, "source")
+
+
+@pytest.mark.parametrize("given", ["\ud800", ["a", "b\udfff"]])
+def test_a_text_is_one_that_utf_8_can_write(given: Any) -> None:
+    with pytest.raises(CallerError) as raised:
+        read_prompts(given)
+    assert (raised.value.code, raised.value.param) == (ErrorCode.INVALID_REQUEST, "prompts")

@@ -252,11 +252,11 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 def test_a_full_store_is_cleared_for_the_server_before_it_refuses(tmp_path: Path, web: WebServer) -> None:
     from tests.adapters.test_prepare_pool import write_base
 
+    from loraplex.adapters.preparation import Preparation
     from loraplex.adapters.prepare_pool import PreparePool
     from loraplex.artifact.tensors import Dtype
     from loraplex.build.base_model import describe_base
     from loraplex.config import EngineConfig
-    from loraplex.server.administration.register import Preparation
 
     (tmp_path / "base").mkdir()
     base = describe_base(write_base(tmp_path / "base"), Dtype.FLOAT32, 4)

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from loraplex import LLM, SamplingParams
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.events import Event, RequestFinished, RequestQueued
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("device")]
 
@@ -314,3 +315,25 @@ def test_an_adapter_with_a_tensor_left_over_is_refused(root: Path, tmp_path: Pat
             assert "z_proj" in caught.value.message
         assert [(entry["alias"], entry["revision"]) for entry in llm.adapters()] == [("plain", 1)]
         assert llm.inspect()["pages"] == pages
+
+
+class Watcher:
+    """An event sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def test_an_event_sink_sees_what_the_engine_does(root: Path) -> None:
+    watcher = Watcher()
+    with open_llm(root, ["plain"], events=watcher) as llm:
+        llm.generate(PROMPTS[:2], [None, "plain"], greedy(3))
+    queued = [event for event in watcher.events if isinstance(event, RequestQueued)]
+    assert [event.prompt_tokens for event in queued] == [len(tokens) for tokens in PROMPTS[:2]]
+    assert [event.adapter is None for event in queued] == [True, False]
+    assert {event.request_id for event in watcher.events if isinstance(event, RequestFinished)} == {
+        event.request_id for event in queued
+    }

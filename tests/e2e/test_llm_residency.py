@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.e2e.judge import CONFIGS, check_greedy, open_llm, prompt
+from tests.waiting import LIMIT_S
 
 from loraplex import LLM, SamplingParams
 from loraplex.api import llm as api
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode
+from loraplex.core.events import Event, RequestAdmitted
 from loraplex.core.messages import EngineCall, PinAdapter
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("device")]
@@ -60,21 +64,37 @@ def test_a_pin_follows_its_alias_through_a_swap(root: Path) -> None:
         assert llm.inspect()["pins"]["adapters"] == 0
 
 
+class Admissions:
+    """An event sink that knows when so many requests run."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._all = threading.Event()
+
+    def emit(self, event: Event) -> None:
+        self._left -= isinstance(event, RequestAdmitted)
+        if self._left <= 0:
+            self._all.set()
+
+    def wait(self) -> None:
+        assert self._all.wait(LIMIT_S)
+
+
 @pytest.mark.parametrize("loader", ["inline", "process"])
 def test_a_swap_under_load_fails_no_request(root: Path, loader: str) -> None:
     """Requests under way finish on the revision that they began with, later ones run on the new one."""
     longer = SamplingParams(max_tokens=24, temperature=0.0)
-    with open_llm(root, ["plain", "rslora"], loader=loader) as llm:
+    begun = Admissions(4)
+    with open_llm(root, ["plain", "rslora"], loader=loader, events=begun) as llm:
         names = ["plain", "rslora", None, "plain"]
-        before = [llm._submit(*llm._job(prompt(5 + i, i), name, longer)) for i, name in enumerate(names)]
-        for _ in range(4):
-            llm._step()
-        assert llm.swap_adapter("plain", root / "patterns")["revision"] == 2
-        after = [llm._submit(*llm._job(prompt(7 + i, 9 + i), "plain", longer)) for i in range(2)]
-        while any(not job.ended for job in llm._open.values()):
-            llm._step()
-        assert [job.error for job in llm._open.values() if job.error is not None] == []
-        llm._withdraw()
+        with ThreadPoolExecutor(1) as thread:
+            asked = [prompt(5 + i, i) for i in range(4)]
+            first = thread.submit(llm.generate, asked, names, longer)
+            begun.wait()
+            assert llm.swap_adapter("plain", root / "patterns")["revision"] == 2
+            after = llm.generate([prompt(7 + i, 9 + i) for i in range(2)], "plain", longer)
+            before = first.result()
+        assert [output.adapter for output in after] == ["plain@2"] * 2
         for name, output in zip([*names, "patterns", "patterns"], [*before, *after], strict=True):
             check_greedy(output, name, 24)
 

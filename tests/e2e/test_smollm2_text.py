@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from loraplex.model.gguf import ensure_demo_model
-from loraplex.text.codec import Detokenizer, TextCodec, load_tokenizer
+from loraplex.text.codec import TextCodec, load_tokenizer
+from loraplex.text.detokenizer import Detokenizer
 from loraplex.text.grammars import GuidanceGrammars, load_grammars, schema_grammar
 
 pytestmark = pytest.mark.e2e

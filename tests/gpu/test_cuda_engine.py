@@ -26,7 +26,6 @@ from loraplex import LLM, SamplingParams  # noqa: E402
 from loraplex.api import RequestOutput  # noqa: E402
 from loraplex.build.engine_build import describe_model, make_runner  # noqa: E402
 from loraplex.config import EngineConfig  # noqa: E402
-from loraplex.core.messages import Abort  # noqa: E402
 from loraplex.core.plan import StepResult  # noqa: E402
 from loraplex.process.worker import replay  # noqa: E402
 
@@ -151,13 +150,15 @@ def test_withdrawn_requests_leave_nothing_behind(root: Path) -> None:
         llm.generate(PROMPTS, NAMES, GREEDY)
         free = llm.inspect()["pages"]["free"]
         for step in (1, 3, 6):
-            for prompt, name in zip(PROMPTS, NAMES, strict=True):
-                llm._submit(*llm._job(prompt, name, GREEDY))
+            samples = [
+                sample
+                for prompt, name in zip(PROMPTS, NAMES, strict=True)
+                for sample in llm._asked(*llm._job(prompt, name, GREEDY))
+            ]
+            llm._engine.begin(samples)
             for _ in range(step):
-                llm._step()
-            for request_id in list(llm._open):
-                llm._post(Abort(request_id))
-            llm._withdraw()
+                llm._engine.step()
+            llm._engine.withdraw(samples)
             llm._built.engine.check()
         assert llm.inspect()["pages"]["free"] == free
 

@@ -93,12 +93,41 @@ def test_prompts_in_four_forms_and_n(tmp_path: Path) -> None:
         assert seeds[0] == seeds[2] == 5
         assert seeds[1] == seeds[3] != 5
         await front.complete(seed=(1 << 64) - 1)
-        await front.complete()
+        await front.complete(seed=-1)
         await front.complete()
         await front.complete(prompt=["hello", "hello"], n=2)
         last = [m.sampling.seed for m in front.engine.of(Submit)][-7:]
         assert last[0] == -1
         assert len(set(last)) == 7  # what has no seed of its own is drawn for each prompt and sample
+
+    run(tmp_path, test)
+
+
+def test_a_stop_string_may_spell_a_special_token(tmp_path: Path) -> None:
+    """<|pad|> is special, leaves no text, and ends an answer for who asks for it; also beside text, and in chat."""
+
+    async def test(front: Front) -> None:
+        pad = 2
+        front.supervisor.info["eos_token_ids"] = [1]
+        front.engine.script = lambda _: [*front.ids("hello"), pad, *front.ids(" w"), pad, *front.ids("!"), 1]
+        for stop, text, tokens in (
+            ("<|pad|>", "hello", 2),
+            (["zz", "<|pad|>"], "hello", 2),
+            ("hello<|pad|>", "", 2),
+            ("<|pad|> w<|", "hello", 4),
+            ("<|pad|>!", "hello w", 5),
+            ("pad", "hello w!", 6),
+            ("o w", "hell", 3),
+            ("<|start|>", "hello w!", 6),
+        ):
+            body = (await front.complete(max_tokens=20, stop=stop)).json()
+            choice = body["choices"][0]
+            assert (choice["text"], choice["finish_reason"]) == (text, "stop"), stop
+            assert body["usage"]["completion_tokens"] == tokens, stop
+        chat = (await front.chat(max_tokens=20, stop="<|pad|>")).json()["choices"][0]
+        assert (chat["message"]["content"], chat["finish_reason"]) == ("hello", "stop")
+        whole = (await front.complete(max_tokens=20, stop="<|end|>", ignore_eos=True)).json()["choices"][0]
+        assert (whole["text"], whole["finish_reason"]) == ("hello w!", "stop")
 
     run(tmp_path, test)
 
@@ -116,7 +145,11 @@ def test_completion_logprobs_and_echo(tmp_path: Path) -> None:
         assert scored["text_offset"] == [0, 9, 14, 16, 21]
         plain = (await front.complete(prompt="hello w", max_tokens=2, logprobs=0)).json()["choices"][0]
         assert plain["logprobs"]["tokens"] == ["hello", " w"]
-        assert plain["logprobs"]["top_logprobs"] is None
+        assert plain["logprobs"]["top_logprobs"] == [{"hello": -0.25}, {" w": -0.25}]
+        echoed = (await front.complete(prompt="hello w", max_tokens=1, logprobs=0, echo=True)).json()[
+            "choices"
+        ][0]
+        assert echoed["logprobs"]["top_logprobs"] == [None, {"hello": -0.25}, {" w": -0.25}, {"hello": -0.25}]
         events = await front.events("/v1/completions", prompt="hello w", max_tokens=2, logprobs=2, echo=True)
         parts = [e["choices"][0]["logprobs"] for e in events if e["choices"][0]["logprobs"]]
         assert [t for part in parts for t in part["tokens"]] == scored["tokens"]
@@ -161,7 +194,7 @@ def test_chat_by_the_openai_client(tmp_path: Path) -> None:
         assert front.codec is not None
         assert (
             front.codec.decode(prompt, skip_special=False)
-            == "<|start|>[system]be<|end|>[user]hi<|end|>[assistant]"
+            == "<|start|>[system]be<|end|>[user]h\ni<|end|>[assistant]"
         )
         assert submit.sampling.max_tokens == MAX_LEN - len(prompt)
         await front.chat(max_completion_tokens=7)

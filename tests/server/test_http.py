@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from tests.server.rig import BASE, Front, error_of, run
 from loraplex.core import limits
 from loraplex.core.errors import CapacityError, ErrorCode
 from loraplex.process.logs import FIELDS
-from loraplex.server.administration import endpoints
+from loraplex.server import probes
 from loraplex.server.exchange import Exchange
+from loraplex.server.service import Phase
 
 
 def test_methods_of_a_path(tmp_path: Path) -> None:
@@ -61,6 +64,37 @@ def answer_of(sent: list[Any]) -> httpx.Response:
 
 
 JSON = (b"content-type", b"application/json")
+
+
+def test_health_says_whether_there_is_an_engine_that_lives(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        front.service.phase = Phase.STARTING
+        response = await front.http.get("/health")
+        assert error_of(response)[:2] == (503, "engine_unavailable")
+        assert "starting" in response.json()["error"]["message"]
+        for phase in (Phase.OPEN, Phase.DRAINING):
+            front.service.phase = phase
+            assert (await front.http.get("/health")).json() == {"status": "ok"}
+            front.supervisor.ready = False
+            assert error_of(await front.http.get("/health"))[:2] == (503, "engine_unavailable")
+            front.supervisor.ready = True
+
+    run(tmp_path, test)
+
+
+def test_who_is_not_known_is_no_tenant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    entry = {"sha256": hashlib.sha256(b"key").hexdigest(), "tenant": "blue"}
+    (tmp_path / "keys").write_text(json.dumps(entry))
+
+    async def test(front: Front) -> None:
+        for headers in ({}, {"authorization": "Bearer other"}, {"authorization": "Bearer key"}):
+            await front.http.get("/v1/models", headers=headers)
+        await front.http.get("/nothing")
+        await front.http.get("/health")
+
+    with caplog.at_level(logging.DEBUG, logger="loraplex.access"):
+        run(tmp_path, test, api_key_file=str(tmp_path / "keys"))
+    assert [line.get("tenant") for line in lines(caplog)] == [None, None, "blue", None, None]
 
 
 def test_a_body_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +153,7 @@ def test_json_s_content_type_has_many_spellings(tmp_path: Path) -> None:
 def test_metrics_do_not_wait_for_an_engine_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoints, "INSPECT_S", 0.01)
+    monkeypatch.setattr(probes, "INSPECT_S", 0.01)
 
     async def test(front: Front) -> None:
         async def call(message: Any) -> dict[str, Any]:

@@ -57,6 +57,11 @@ COMPLETIONS: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
     ({"seed": 1 << 64}, SAMPLING, "seed"),
     ({"logit_bias": {"9" * 5000: 1}}, SAMPLING, "logit_bias"),
     ({"logit_bias": {"²": 1}}, SAMPLING, "logit_bias"),
+    (
+        {"logit_bias": {"267": 1}},
+        (400, "token_out_of_range"),
+        "logit_bias",
+    ),  # in the vocabulary, unknown to the tokenizer
     ({"stop": ""}, SAMPLING, "stop"),
     ({"logprobs": 21}, SAMPLING, "logprobs"),
     ({"repetition_penalty": 0}, SAMPLING, "repetition_penalty"),
@@ -98,6 +103,33 @@ CHAT: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
     ({"prompt": "x"}, BAD, "prompt"),
     ({"alora_fallback": "base"}, OPTION, "alora_fallback"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages[0].role is 'tool', expected 'system' or 'developer' or 'user' or 'assistant'",
+        ),
+        (
+            {"response_format": {"type": "grammar"}},
+            "response_format.type is 'grammar', expected 'text' or 'json_object' or 'json_schema'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "audio", "text": ""}]}]},
+            "messages[0].content[0].type is 'audio', expected 'text'",
+        ),
+    ],
+)
+def test_a_refused_word_is_answered_with_the_words_that_are_known(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    async def test(front: Front) -> None:
+        body = (await front.chat(**change)).json()["error"]
+        assert said in body["message"]
+
+    run(tmp_path, test)
 
 
 def test_completion_fields(tmp_path: Path) -> None:

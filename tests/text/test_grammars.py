@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ports import Constraint
 from loraplex.engine.constraints import NoGrammars
 from loraplex.text import grammars
-from loraplex.text.grammars import GuidanceGrammars, load_grammars, schema_grammar
+from loraplex.text.grammars import GuidanceGrammars, check_multiples, load_grammars, schema_grammar
 
 VOCAB, EOS = 300, 1
 PERSON: dict[str, Any] = {
@@ -284,3 +285,21 @@ def test_a_sentencepiece_like_tokenizer_is_read_too(tmp_path: Path) -> None:
     masks, reasons = found.masks([opened(found, schema_grammar({"type": "object"}))])
     assert reasons == [""]
     assert masks.any()
+
+
+def test_the_multiple_of_many_long_numbers_is_refused_before_it_is_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    longest: list[int] = []
+    real = math.lcm
+
+    def counting(*numbers: int) -> int:
+        longest.append(max(numbers).bit_length())
+        return real(*numbers)
+
+    monkeypatch.setattr(math, "lcm", counting)
+    numbers = [{"multipleOf": (10**17 + 2 * index + 1) * 10.0**100} for index in range(500)]
+    with pytest.raises(CallerError) as raised:
+        check_multiples({"anyOf": numbers})
+    assert raised.value.code is ErrorCode.SCHEMA_UNSUPPORTED
+    assert max(longest) < 1024

@@ -15,7 +15,9 @@ from tests.text.tiny_text import TEMPLATE, byte_codec, byte_tokenizer, metaspace
 from loraplex.build.engine_build import end_tokens
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.text import codec as text_module
-from loraplex.text.codec import MAX_HELD_TOKENS, Detokenizer, TextCodec, load_tokenizer
+from loraplex.text.chat_template import ChatTemplate
+from loraplex.text.codec import TextCodec, load_tokenizer
+from loraplex.text.detokenizer import MAX_HELD_TOKENS, Detokenizer
 
 BYTE = TextCodec(byte_tokenizer(), {1, 2}, "<|start|>", None)
 META = TextCodec(metaspace_tokenizer(), {2}, "<s>", None)
@@ -212,6 +214,21 @@ def test_what_templates_rely_on(tmp_path: Path, source: str, text: str) -> None:
     codec = load_tokenizer(write_folder(tmp_path, byte_tokenizer(), source))
     assert codec is not None
     assert codec.decode(codec.chat([{"role": "user", "content": "<ü>"}])) == text
+
+
+@pytest.mark.parametrize(
+    ("source", "roles"),
+    [
+        ("{% for m in messages %}[{{ m.role }}]{% endfor %}", "[system][user]"),
+        (
+            "{% for m in messages %}[{{ 'developer' if m.role == 'developer' else m.role }}]{% endfor %}",
+            "[developer][user]",
+        ),
+    ],
+)
+def test_a_developer_is_a_system_to_templates_that_do_not_know_it(source: str, roles: str) -> None:
+    said = [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]
+    assert ChatTemplate(source, {}).render(said) == roles
 
 
 def test_template_refusals_and_absence(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ Specification: interface "Python".
 from __future__ import annotations
 
 import operator
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,9 @@ import msgspec
 
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.ports import EventSink
 from loraplex.core.request import SamplingParams
+from loraplex.process.local import NullSink
 
 T = TypeVar("T")
 Prompt = str | Sequence[int]
@@ -51,12 +54,12 @@ def read_prompts(prompts: Any) -> list[str | list[int]]:
     """One prompt or several, each a text or token ids. Raises `invalid_request`."""
     prompts = _plain(prompts)
     if isinstance(prompts, str):
-        return [prompts]
+        return [_text(prompts)]
     if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
         raise _refuse("prompts", "a text, token ids, or a list of these", prompts)
     if prompts and all(_is_token(item) for item in prompts):
         return [_tokens(prompts)]
-    return [item if isinstance(item, str) else _tokens(_plain(item)) for item in prompts]
+    return [_text(item) if isinstance(item, str) else _tokens(_plain(item)) for item in prompts]
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
@@ -73,6 +76,29 @@ def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
 def _plain(value: Any) -> Any:
     """Arrays and tensors as lists of Python numbers."""
     return value.tolist() if hasattr(value, "tolist") and hasattr(value, "shape") else value
+
+
+def _text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _refuse("prompts", "texts that UTF-8 can write", value) from error
+    return value
+
+
+def read_model(model: Any) -> Path:
+    """The folder of a model. Raises `config_invalid`."""
+    if not isinstance(model, (str, Path)) or not _names_a_file(model):
+        raise CallerError(ErrorCode.CONFIG_INVALID, f"model must be a path, got {model!r:.80}", param="model")
+    return Path(model)
+
+
+def _names_a_file(path: str | Path) -> bool:
+    """Whether the system could look for it."""
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
 
 
 def _is_token(value: Any) -> bool:
@@ -124,7 +150,7 @@ def read_registration(alias: Any, source: Any = "") -> tuple[str, str | Path]:
     """An alias and a source, of the right types; what they say is checked where they are used."""
     if not isinstance(alias, str):
         raise _refuse("alias", "a text", alias)
-    if not isinstance(source, (str, Path)):
+    if not isinstance(source, (str, Path)) or not _names_a_file(source):
         raise _refuse("source", "a path or an address", source)
     return alias, source
 
@@ -144,3 +170,13 @@ def read_number(name: str, value: Any, low: float, high: float) -> float | None:
     if not real or not low <= value <= high:
         raise _refuse(name, f"a number from {low:g} to {high:g}", value)
     return float(value)
+
+
+def read_sink(events: Any) -> EventSink:
+    """Where the engine's events go; nowhere for None. Raises `invalid_request`."""
+    if events is None:
+        return NullSink()
+    if not callable(getattr(events, "emit", None)):
+        raise _refuse("events", "an event sink, which has a method `emit`", events)
+    sink: EventSink = events
+    return sink

@@ -1,21 +1,22 @@
 """`LLM`: the offline, in-process API over the same engine that the server drives.
 
-Registration and generation run in the caller's thread; nothing is asynchronous here.
+Registration and generation run in the caller's thread; nothing is asynchronous here. Several threads may generate at a
+time: what they ask runs in the same steps.
 Specification: interface "Python".
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from msgspec.structs import replace as with_fields
 
 from loraplex.adapters.adapter_catalog import AdapterCatalog
 from loraplex.adapters.describing import Entry, live_entries
@@ -28,100 +29,39 @@ from loraplex.api.arguments import (
     engine_config,
     read_adapters,
     read_count,
+    read_model,
     read_names,
     read_number,
     read_prompts,
     read_registration,
     read_sampling,
+    read_sink,
 )
+from loraplex.api.local_engine import LocalEngine, OpenSample, closed_error
+from loraplex.api.outputs import RequestOutput, output_of
 from loraplex.build.engine_build import build_engine
 from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
 from loraplex.catalog.changes import Mode
 from loraplex.catalog.records import DEFAULT_NAMESPACE, AliasKey, Revision
-from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, error_for
-from loraplex.core.messages import (
-    Abort,
-    Ended,
-    EngineCall,
-    Finish,
-    Inspect,
-    Reply,
-    Submit,
-    ToEngine,
-    TokenLogprobs,
-    Tokens,
-)
-from loraplex.core.request import FinishReason, SamplingParams
+from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.messages import EngineCall, Inspect, Submit
+from loraplex.core.ports import EventSink
+from loraplex.core.request import SamplingParams
 from loraplex.images.disk_store import ImageStore
 from loraplex.process.clock import MonotonicClock
-from loraplex.process.local import LocalMailbox, NullSink, run_now
+from loraplex.process.local import LocalMailbox, run_now
 from loraplex.process.workdir import private_folder, temporary_root
-from loraplex.text.codec import Detokenizer, TextCodec, load_tokenizer
-from loraplex.text.engine_sampling import engine_sampling, prompt_seed
-
-
-@dataclass(slots=True)
-class Sample:
-    """One completion. logprobs[i]: token id -> log probability for the i-th token, the sampled one always in it."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[dict[int, float]] | None = None
-    finish_reason: str | None = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """Answer to one prompt. samples: all `n` completions; the short names speak of the first.
-
-    prompt_logprobs[i]: token id -> log probability at prompt position i (top entries and the actual token), None at
-    position 0. adapter: `alias@revision`, or None for the base.
-    """
-
-    prompt_token_ids: list[int]
-    adapter: str | None
-    samples: list[Sample]
-    prompt_logprobs: list[dict[int, float] | None] | None = None
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Generated tokens of the first sample."""
-        return self.samples[0].token_ids
-
-    @property
-    def text(self) -> str:
-        """Text of the first sample; empty without a tokenizer."""
-        return self.samples[0].text
-
-    @property
-    def logprobs(self) -> list[dict[int, float]] | None:
-        """Log probabilities of the first sample."""
-        return self.samples[0].logprobs
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why the first sample ended."""
-        return self.samples[0].finish_reason
-
-
-@dataclass(slots=True)
-class _Open:
-    """A request under way: where its tokens go."""
-
-    output: RequestOutput
-    sample: Sample
-    stops: tuple[str, ...]
-    detokenizer: Detokenizer | None
-    first: bool
-    ended: bool = False
-    error: LoraplexError | None = None
+from loraplex.text.assembly import Piece, SampleAssembly
+from loraplex.text.codec import TextCodec, load_tokenizer
+from loraplex.text.engine_sampling import check_sampling, engine_sampling, prompt_seed
 
 
 class LLM:
     """A base model with adapters, in this process.
 
-    model: folder with config.json, safetensors and, for text, a tokenizer. adapters: alias -> PEFT folder or remote source. device:
-    "cpu" or "cuda". dtype: "auto", "float32", "bfloat16" or "float16". pool_gb: page pool in GiB. Further keywords are
+    model: folder with config.json, safetensors and, for text, a tokenizer. adapters: alias -> PEFT folder or remote
+    source. device: "cpu" or "cuda". dtype: "auto", "float32", "bfloat16" or "float16". pool_gb: page pool in GiB.
+    events: gets every event of the engine, in order, within the step that emits it; None for nobody. Further keywords are
     those of `config.EngineConfig`. Raises typed `LoraplexError`s. Use as a context manager, or call `close`.
     """
 
@@ -133,6 +73,7 @@ class LLM:
         device: str = "cpu",
         dtype: str = "auto",
         pool_gb: float | None = None,
+        events: EventSink | None = None,
         **options: Any,
     ) -> None:
         private = ExitStack()
@@ -142,21 +83,23 @@ class LLM:
         self._forget_images = weakref.finalize(self, private.close)
         self._closing = ExitStack()
         self._closing.callback(self._forget_images)
-        self._mailbox = LocalMailbox()
+        mailbox = LocalMailbox()
         try:
-            own = {"model": str(model), "images_dir": str(images)}
+            folder = read_model(model)
+            own = {"model": str(folder), "images_dir": str(images)}
             config = engine_config(own, {"device": device, "dtype": dtype, "pool_gb": pool_gb, **options})
-            self._built = build_engine(config, self._mailbox, MonotonicClock(), NullSink())
+            self._built = build_engine(config, mailbox, MonotonicClock(), read_sink(events))
             self._closing.callback(self._built.close)
+            self._engine = LocalEngine(self._built, mailbox)
             self._store = ImageStore(images)
             self._artifacts = ArtifactStore(artifacts_folder(), DEFAULT_STORE_BYTES)
             self._catalog = AdapterCatalog()
             self._closing.callback(self._catalog.close)
             self._adapters = PlainShell(self, self._catalog, self._prepare, self._store.delete).life
-            self._open: dict[str, _Open] = {}
-            self._replies: dict[int, Reply] = {}
-            self._calls = self._requests = 0
-            self._codec: TextCodec | None = load_tokenizer(Path(model))
+            self._vocab_size = self._built.limits.vocab_size
+            self._eos_token_ids = self._built.eos_token_ids
+            self._requests = itertools.count(1)
+            self._codec: TextCodec | None = load_tokenizer(folder)
             for alias, source in read_adapters(adapters).items():
                 self.add_adapter(alias, source)
         except BaseException:
@@ -173,18 +116,27 @@ class LLM:
 
     def close(self) -> None:
         """Let go of the model and of temporary files; further calls raise `invalid_request`."""
+        if "_engine" in vars(self):
+            self._engine.close()
         self._closing.close()
+        vars(self).pop("_engine", None)
         vars(self).pop("_built", None)  # whoever keeps the closed `LLM` does not keep the weights
 
+    def _opened(self) -> LocalEngine:
+        """The engine, unless this `LLM` is closed."""
+        engine: LocalEngine | None = vars(self).get("_engine")
+        if engine is None:
+            raise closed_error()
+        return engine
+
     def _require_open(self) -> None:
-        if "_built" not in vars(self):
-            raise CallerError(ErrorCode.INVALID_REQUEST, "this LLM is closed; make another one")
+        self._opened()
 
     @property
     def vocab_size(self) -> int:
         """Token ids that the model knows."""
         self._require_open()
-        return self._built.limits.vocab_size
+        return self._vocab_size
 
     # Adapters
 
@@ -283,14 +235,7 @@ class LLM:
         return self._call(message)
 
     def _call(self, message: EngineCall) -> dict[str, Any]:
-        self._calls += 1
-        self._post(with_fields(message, call_id=self._calls))
-        while self._calls not in self._replies:
-            self._step()
-        reply = self._replies.pop(self._calls)
-        if reply.code is not None:
-            raise error_for(ErrorCode(reply.code), reply.message)
-        return reply.body
+        return self._opened().call(message)
 
     # Generation
 
@@ -303,22 +248,20 @@ class LLM:
         """Answer every prompt, in order. Prompts are strings or lists of token ids; one adapter and one
         `SamplingParams` may stand for all. A refused request raises, and the others are withdrawn.
         """
-        self._require_open()
+        engine = self._opened()
         many = read_prompts(prompts)
         names, params = read_names(adapters, len(many)), read_sampling(sampling, len(many))
         jobs = [
             self._job(prompt, name, param) for prompt, name, param in zip(many, names, params, strict=True)
         ]
-        try:
-            outputs = [self._submit(*job) for job in jobs]
-            while any(not job.ended for job in self._open.values()):
-                self._step()
-            for job in self._open.values():
-                if job.error is not None:
-                    raise job.error
-        finally:
-            self._withdraw()
-        return outputs
+        asked = [self._asked(*job) for job in jobs]
+        engine.answer([sample for samples in asked for sample in samples])
+        return [
+            output_of(
+                tokens, revision.name if revision else None, param, [sample.answer for sample in samples]
+            )
+            for (tokens, revision, param), samples in zip(jobs, asked, strict=True)
+        ]
 
     def _job(
         self, prompt: Prompt, name: str | None, params: SamplingParams
@@ -334,90 +277,24 @@ class LLM:
         check_tokens(tokens, self.vocab_size)
         return tokens, revision, params
 
-    def _submit(self, tokens: list[int], revision: Revision | None, params: SamplingParams) -> RequestOutput:
-        seed = prompt_seed(params)
-        stops = params.stop_strings
-        if stops and self._codec is None:
-            raise CallerError(ErrorCode.TOKENIZER_MISSING, "stop strings need a tokenizer", param="stop")
-        output = RequestOutput(tokens, revision.name if revision else None, [])
-        if params.prompt_logprobs is not None:
-            output.prompt_logprobs = [None]
+    def _asked(
+        self, tokens: list[int], revision: Revision | None, params: SamplingParams
+    ) -> list[OpenSample]:
+        """The samples of one prompt, as the engine is asked for them."""
+        check_sampling(params, self._codec)
+        seed, prompt = prompt_seed(params), np.array(tokens, dtype="<i4").tobytes()
+        samples = []
         for index in range(params.n):
-            self._requests += 1
-            request_id = f"r{self._requests}"
-            sample = Sample(logprobs=[] if params.logprobs is not None else None)
-            output.samples.append(sample)
-            detokenizer = Detokenizer(self._codec, stops, context=tokens) if self._codec is not None else None
-            self._open[request_id] = _Open(output, sample, stops, detokenizer, first=index == 0)
             only_first = params if index == 0 else replace(params, prompt_logprobs=None)
-            self._post(
-                Submit(
-                    request_id,
-                    np.array(tokens, dtype="<i4").tobytes(),
-                    engine_sampling(only_first, seed, index, self._built.eos_token_ids),
-                    revision.key if revision is not None else None,
-                )
+            sampling = engine_sampling(only_first, seed, index, self._eos_token_ids)
+            submit = Submit(
+                f"r{next(self._requests)}", prompt, sampling, revision.key if revision is not None else None
             )
-        return output
-
-    def _withdraw(self) -> None:
-        """Abort what is still open, so that an error leaves nothing behind."""
-        for request_id, job in self._open.items():
-            if not job.ended:
-                self._post(Abort(request_id))
-        while not self._built.engine.idle or self._mailbox.pending:
-            self._step()
-        self._open.clear()
-
-    def _post(self, message: ToEngine) -> None:
-        self._mailbox.post(message)
-
-    def _step(self) -> None:
-        self._built.engine.step()
-        for message in self._mailbox.take():
-            match message:
-                case Reply():
-                    self._replies[message.call_id] = message
-                case Tokens():
-                    self._take_tokens(message)
-                case Ended():
-                    self._take_end(message)
-
-    def _take_tokens(self, message: Tokens) -> None:
-        job = self._open.get(message.request_id)
-        if job is None or job.ended:
-            return
-        if job.output.prompt_logprobs is not None and job.first:
-            job.output.prompt_logprobs.extend(_as_dict(entry) for entry in message.prompt_logprobs)
-        for index, token in enumerate(message.token_ids):
-            job.sample.token_ids.append(token)
-            if job.sample.logprobs is not None:
-                job.sample.logprobs.append(_as_dict(message.logprobs[index]))
-            if job.detokenizer is None:
-                continue
-            job.sample.text += job.detokenizer.push([token])
-            if job.detokenizer.stopped_at is not None:
-                job.ended, job.sample.finish_reason = True, FinishReason.STOP.value
-                self._post(Finish(message.request_id, len(job.sample.token_ids)))
-                return
-
-    def _take_end(self, message: Ended) -> None:
-        job = self._open.get(message.request_id)
-        if job is None or job.ended:
-            return
-        job.ended = True
-        if message.code is not None:
-            job.error = error_for(ErrorCode(message.code), message.message, param=message.param)
-            return
-        job.sample.finish_reason = message.finish_reason
-        if job.detokenizer is not None:
-            job.sample.text += job.detokenizer.finish()
+            assembly = SampleAssembly(index, self._codec, params, tokens)
+            samples.append(OpenSample(submit, assembly, Piece(index)))
+        return samples
 
 
 def _alias_key(alias: str) -> AliasKey:
     """An `LLM` has one tenant."""
     return AliasKey(DEFAULT_NAMESPACE, alias)
-
-
-def _as_dict(entry: TokenLogprobs) -> dict[int, float]:
-    return dict(zip(reversed(entry.ids), reversed(entry.values), strict=True))

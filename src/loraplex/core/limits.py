@@ -121,7 +121,25 @@ MAX_FRAMES_PER_RECEIVE: Final = 1024
 # HTTP
 MAX_BODY_BYTES: Final = 8 << 20
 """Two million tokens of text; decoding so much holds the event loop up for some twenty milliseconds."""
+SHORT_BODY_BYTES: Final = 32 << 10
+"""A body up to here is decoded at once; a longer one is first looked through, outside the event loop."""
+MAX_FIELD_BYTES: Final = 128 << 10
+"""Of any field of a body but messages and prompt, as it was sent."""
 MAX_MESSAGES: Final = 4096
+MAX_CONTENT_PARTS: Final = 4096
+"""Content parts of all messages of a conversation."""
+SHORT_CONVERSATION: Final = 16
+"""Messages up to here are put through a chat template in the event loop, if they are short."""
+MAX_PROMPT_TOKENS: Final = 1 << 19
+"""Token ids of all prompts of one HTTP request."""
+MAX_SUBMITTED_TOKENS: Final = 1 << 22
+"""Prompt tokens times samples of one HTTP request, which go to the engine in one message of 16 MB."""
+TEXT_THREADS: Final = 2
+"""Threads that read what callers sent; more would only take the interpreter from each other."""
+MAX_WAITING_TEXTS: Final = 1024
+"""Long texts, bodies and schemas that wait for one of these threads."""
+SHORT_SCORES: Final = 256
+"""Log probabilities up to here are written in the event loop."""
 MAX_CONNECTIONS: Final = 16_384
 """Open connections, idle ones included; further ones wait to be accepted."""
 RESERVED_FILES: Final = 256
@@ -130,6 +148,10 @@ MAX_HEADER_BYTES: Final = 64 << 10
 HEADER_TIMEOUT_S: Final = 15.0
 BODY_TIMEOUT_S: Final = 60.0
 """From a request's headers to the end of its body: who sends slower holds a connection that others wait for."""
+WRITE_TIMEOUT_S: Final = 20.0
+"""How long a client may leave an answer where it is, once its connection is full."""
+DRAIN_WRITE_TIMEOUT_S: Final = 1.0
+"""The same while the server ends."""
 MAX_LOGGED_PROMPT_CHARS: Final = 4096
 MAX_SCHEMA_BYTES: Final = 64 << 10
 MAX_SCHEMA_DEPTH: Final = 32

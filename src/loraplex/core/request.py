@@ -54,7 +54,7 @@ class SamplingParams:
     """How tokens are chosen and when a request ends. Out-of-range values raise `invalid_sampling`.
 
     max_tokens: output tokens at most, >= 1. temperature: [0, 100], 0 is greedy (ties to the lowest id). top_p: (0, 1].
-    top_k: 0 and -1 are off. min_p: [0, 1]. seed: 64 bits, None draws one. repetition_penalty: [0.01, 100], over prompt and output.
+    top_k: 0 and -1 are off. min_p: [0, 1]. seed: 64 bits, None and -1 draw one. repetition_penalty: [0.01, 100], over prompt and output.
     presence_penalty, frequency_penalty: [-2, 2], over the output. logit_bias: token id -> [-100, 100]. stop: strings
     that end the text and are not part of it. stop_token_ids end the request like an end-of-sequence token.
     ignore_eos: end-of-sequence tokens do not end it. n: independent samples. logprobs, prompt_logprobs: top entries

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class LocalMailbox:
-    """`core.ports.Mailbox` between an engine and its caller in the same thread."""
+    """`core.ports.Mailbox` between an engine and its callers. Any thread may post; who steps the engine does the rest."""
 
     def __init__(self) -> None:
         self._inbox: deque[ToEngine] = deque()
@@ -42,8 +42,9 @@ class LocalMailbox:
             raise InternalFault(
                 ErrorCode.INTERNAL, "an engine in its caller's thread cannot wait for messages"
             )
-        messages = list(self._inbox)
-        self._inbox.clear()
+        messages = []
+        while self._inbox:  # one by one: another thread may post meanwhile
+            messages.append(self._inbox.popleft())
         return messages
 
     def pause(self) -> None:

@@ -37,7 +37,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

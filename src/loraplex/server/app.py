@@ -9,32 +9,26 @@ Specification: interface "HTTP".
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from loraplex.core.errors import CallerError, ErrorCode, InternalFault, LoraplexError
 from loraplex.process.logs import fields
+from loraplex.server import probes
+from loraplex.server.access import Facts, account
 from loraplex.server.administration import endpoints
 from loraplex.server.answers import DONE, error_body, event
-from loraplex.server.auth import Caller, KeyFile
+from loraplex.server.auth import NOBODY, KeyFile
 from loraplex.server.exchange import Disconnected, Exchange
 from loraplex.server.generation.chat import chat_completions
 from loraplex.server.generation.completions import completions
-from loraplex.server.generation.generate import Generation
 from loraplex.server.listen import AsgiApp, Receive, Send
-from loraplex.server.metrics import outcome_of
 from loraplex.server.openapi import BODIES, openapi
-from loraplex.server.provenance import request_record
 from loraplex.server.routing import Call, Handler, Site
 from loraplex.server.service import Service
 from loraplex.server.wire import NoFields, decode
 
-_access: Final = logging.getLogger("loraplex.access")
 _log: Final = logging.getLogger(__name__)
-_NS: Final = 1e9
-PROBES: Final = ("/health", "/ready", "/metrics")
-"""Asked every few seconds by machines; their lines would bury those of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +72,9 @@ ROUTES: Final = (
     Route("GET", "/v1/requests/{request_id}/provenance", endpoints.get_provenance),
     Route("GET", "/v1/limits", endpoints.get_limits),
     Route("PUT", "/v1/limits", endpoints.put_limits),
-    Route("GET", "/health", endpoints.health, open=True),
-    Route("GET", "/ready", endpoints.ready, open=True),
-    Route("GET", "/metrics", endpoints.metrics, open=True),
+    Route("GET", "/health", probes.health, open=True),
+    Route("GET", "/ready", probes.ready, open=True),
+    Route("GET", "/metrics", probes.metrics, open=True),
     Route("GET", "/openapi.json", _describe, open=True),
 )
 
@@ -136,14 +130,14 @@ async def _exchange(site: Site, exchange: Exchange) -> None:
     """One request from its first byte to its access line."""
     begun = site.service.clock.now_ns()
     error: LoraplexError | None = None
-    caller = Caller()
+    caller, facts = NOBODY, Facts()
     try:
         route, rest = find_route(exchange)
         if not route.open:
             caller = site.keys.identify(exchange.headers("authorization"))
         if (route.method, route.path) not in BODIES:
             await _no_body(exchange)
-        await route.handler(Call(site, exchange, caller, rest))
+        await route.handler(Call(site, exchange, caller, facts, rest))
     except Disconnected:
         error = CallerError(ErrorCode.ABORTED, "the connection ended before the request was whole")
     except LoraplexError as caught:
@@ -155,10 +149,10 @@ async def _exchange(site: Site, exchange: Exchange) -> None:
         )
     try:
         if error is not None:
-            exchange.facts.update(outcome=outcome_of(error), code=error.code.value)
+            facts.failed(error)
             await _report(exchange, error)
     finally:  # also when there is nobody left to hear of it
-        _account(site, exchange, caller, begun)
+        account(site.service, site.metrics, exchange, caller, facts, begun)
 
 
 async def _no_body(exchange: Exchange) -> None:
@@ -169,72 +163,10 @@ async def _no_body(exchange: Exchange) -> None:
 
 
 async def _report(exchange: Exchange, error: LoraplexError) -> None:
+    if exchange.given_up:
+        return
     if not exchange.started:
         await exchange.refuse(error)
         return
     await exchange.write(event(error_body(error)) + DONE)
     await exchange.end()
-
-
-def _remember(
-    site: Site, exchange: Exchange, caller: Caller, generation: Generation | None, outcome: str
-) -> None:
-    """The record of what answered a request that reached the engine."""
-    service = site.service
-    provenance, seen = service.provenance, [] if generation is None else generation.choices_seen()
-    if provenance is None or generation is None or not seen:
-        return
-    provenance.add(
-        request_record(
-            exchange.request_id,
-            caller.tenant,
-            provenance.attempts.next(caller.tenant, exchange.request_id),
-            generation.served,
-            seen,
-            outcome,
-            generation.prompt_tokens,
-            service.supervisor.restarts,
-            service.config.device,
-        )
-    )
-
-
-def _account(site: Site, exchange: Exchange, caller: Caller, begun_ns: int) -> None:
-    """Metrics of a generation, and the access line. Prompts are in neither, unless the operator asked for them."""
-    facts: Mapping[str, Any] = exchange.facts
-    now = site.service.clock.now_ns()
-    generation: Generation | None = facts.get("generation")
-    outcome = facts.get("outcome", "ok")
-    first_s = None
-    if exchange.path in ("/v1/completions", "/v1/chat/completions"):
-        metrics = site.metrics
-        metrics.requests.labels(exchange.path.removeprefix("/v1/").replace("/", "_"), outcome).inc()
-        metrics.duration.observe((now - begun_ns) / _NS)
-        if generation is not None:
-            metrics.prompt_tokens.inc(generation.prompt_tokens)
-            metrics.output_tokens.inc(generation.output_tokens)
-            if generation.first_token_ns:
-                first_s = (generation.first_token_ns - begun_ns) / _NS
-                metrics.ttft.observe(first_s)
-        _remember(site, exchange, caller, generation, facts.get("code") or outcome)
-    probe = exchange.path in PROBES
-    _access.log(
-        logging.DEBUG if probe else logging.INFO,
-        "request",
-        extra=fields(
-            request_id=exchange.request_id,
-            method=exchange.method,
-            path=exchange.path,
-            status=exchange.status,
-            outcome=outcome,
-            code=facts.get("code"),
-            tenant=caller.tenant,
-            model=facts.get("model"),
-            prompt=facts.get("prompt"),
-            stream=facts.get("stream"),
-            prompt_tokens=None if generation is None else generation.prompt_tokens,
-            output_tokens=None if generation is None else generation.output_tokens,
-            ttft_ms=None if first_s is None else round(first_s * 1e3, 3),
-            duration_ms=round((now - begun_ns) / 1e6, 3),
-        ),
-    )

@@ -43,10 +43,10 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A known caller."""
+    """Who calls. tenant: empty for nobody known, whose role permits nothing."""
 
-    tenant: str = DEFAULT_TENANT
-    role: Role = Role.ADMIN
+    tenant: str
+    role: Role
 
     @property
     def operator(self) -> bool:
@@ -62,6 +62,10 @@ class Caller:
         """Raise `forbidden` for other roles."""
         if self.role is not Role.ADMIN:
             raise CallerError(ErrorCode.FORBIDDEN, "changing adapters needs a key with the role admin")
+
+
+NOBODY: Final = Caller("", Role.USER)
+"""Whoever was not asked for a key, or had none that is known."""
 
 
 class _KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,7 +87,7 @@ class KeyRing:
         `unauthenticated` when there must be one and is none, or more than one: which of two counts is nobody's to guess.
         """
         if not self._callers:
-            return Caller()
+            return Caller(DEFAULT_TENANT, Role.ADMIN)
         scheme, _, key = (authorization[0] if len(authorization) == 1 else b"").partition(b" ")
         # Digests are compared, not keys: how long a look-up takes says nothing about a key. They are of the key's bytes,
         # as `sha256sum` saw them in the operator's terminal.

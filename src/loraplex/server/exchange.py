@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
 from loraplex.server.answers import encode, error_body
-from loraplex.server.listen import Receive, Send
+from loraplex.server.listen import Message, Receive, Send
 
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 RETRY_AFTER_S: Final = 1
@@ -29,7 +29,7 @@ class Exchange:
     """A request and the way to answer it.
 
     raw_path: path as it was sent, so that an escaped slash stays part of a name. request_id: the client's
-    `x-request-id` if it is sane, else a fresh one. status: of the response once it began, 0 before.
+    `x-request-id` if it is sane, else a fresh one. given_up: its client does not read. status: of the response once it began, 0 before.
     """
 
     def __init__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -43,10 +43,13 @@ class Exchange:
         given = self.header("x-request-id")
         self.request_id = given if given and _SANE_ID.fullmatch(given) else secrets.token_hex(16)
         self.answer_headers: dict[str, str] = {"x-request-id": self.request_id}
-        self.facts: dict[str, Any] = {}
         self.status = 0
+        self.given_up = False
         self._patience: asyncio.Timeout | None = None
         self._hurried = False
+        self._delivery: asyncio.Timeout | None = None
+        self._delivered_at = 0.0
+        self._look: asyncio.TimerHandle | None = None
 
     @property
     def path(self) -> str:
@@ -117,10 +120,13 @@ class Exchange:
             self._patience = None
 
     def hurry(self) -> None:
-        """Wait no longer for the body: the server is ending."""
+        """Wait no longer for the body, and not much longer for who does not read: the server is ending."""
         self._hurried = True
         if self._patience is not None:
             self._patience.reschedule(asyncio.get_running_loop().time())
+        if self._look is not None:
+            self._look.cancel()
+            self._look_later()
 
     async def _whole_body(self) -> bytes:
         data = bytearray()
@@ -142,7 +148,8 @@ class Exchange:
     async def respond(self, status: int, body: bytes, kind: str = JSON) -> None:
         """The whole response."""
         await self._start(status, kind, {"content-length": str(len(body))})
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._deliver({"type": "http.response.body", "body": body, "more_body": False})
+        self.close()
 
     async def answer(self, value: Any, status: int = 200) -> None:
         """The whole response as JSON."""
@@ -165,23 +172,70 @@ class Exchange:
         await self._start(200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"})
 
     async def write(self, data: bytes) -> None:
-        """Add to the stream; waits while the connection is full."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        """Add to the stream; waits while the connection is full. Raises `slow_client` where that takes too long."""
+        await self._deliver({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
         """End the stream."""
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._deliver({"type": "http.response.body", "body": b"", "more_body": False})
+        self.close()
+
+    def close(self) -> None:
+        """Look no more after who does not read."""
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+
+    async def _deliver(self, message: Message) -> None:
+        """Send a part of the response, unless its client does not take it: then it is given up, for good."""
+        if self.given_up:
+            raise _unread()
+        if self._look is None:
+            self._look_later()
+        self._delivered_at = asyncio.get_running_loop().time()
+        try:
+            # Without a time of its own: one look now and then costs a stream nothing, a timer for each token would.
+            async with asyncio.timeout(None) as self._delivery:
+                await self._send(message)
+        except TimeoutError as error:
+            self.given_up = True
+            self.close()
+            raise _unread() from error
+        finally:
+            self._delivery = None
+
+    @property
+    def _write_timeout_s(self) -> float:
+        return limits.DRAIN_WRITE_TIMEOUT_S if self._hurried else limits.WRITE_TIMEOUT_S
+
+    def _look_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time() if self._delivery is None else self._delivered_at
+        self._look = loop.call_at(began + self._write_timeout_s, self._look_now)
+
+    def _look_now(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._delivery is not None and now - self._delivered_at >= self._write_timeout_s:
+            self._delivery.reschedule(now)
+        else:
+            self._look_later()
 
     async def _start(self, status: int, kind: str, headers: dict[str, str]) -> None:
         self.status = status
         pairs = {"content-type": kind, **headers, **self.answer_headers}
-        await self._send(
+        await self._deliver(
             {
                 "type": "http.response.start",
                 "status": status,
                 "headers": [(k.encode("latin-1"), v.encode("latin-1", "replace")) for k, v in pairs.items()],
             }
         )
+
+
+def _unread() -> CallerError:
+    return CallerError(
+        ErrorCode.SLOW_CLIENT, "the client does not read its answer; the rest of it was given up"
+    )
 
 
 def _too_large(size: int) -> CallerError:

@@ -10,15 +10,21 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
-from loraplex.server.answers import DONE, error_body, event
+import msgspec
+
+from loraplex.core import limits
+from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.server.access import Facts
 from loraplex.server.auth import Caller, KeyFile
 from loraplex.server.exchange import Exchange
-from loraplex.server.generation.generate import Generation, Piece
-from loraplex.server.metrics import Metrics, outcome_of
+from loraplex.server.metrics import Metrics
 from loraplex.server.service import Service
-from loraplex.text.codec import SHORT_TEXT_CHARS, TextCodec
+from loraplex.server.wire import decode
+from loraplex.text.codec import TextCodec
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 @dataclass(slots=True)
@@ -45,11 +51,12 @@ class Site:
 
 @dataclass(slots=True)
 class Call:
-    """One request: who asks what of which site. rest: what follows the route's prefix, still escaped. created: seconds since 1970."""
+    """One request: who asks what of which site. facts: noted for when it is over. rest: what follows the route's prefix, still escaped. created: seconds since 1970."""
 
     site: Site
     exchange: Exchange
     caller: Caller
+    facts: Facts
     rest: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -62,23 +69,21 @@ class Call:
 Handler = Callable[[Call], Awaitable[None]]
 
 
-async def encode_text(
-    codec: TextCodec, texts: Sequence[str], encode: Callable[[], list[int]], longest: int, param: str
-) -> list[int]:
-    """Token ids that `encode` makes of texts; long ones do not hold up the event loop.
+async def read_body(call: Call, kind: type[T]) -> T:
+    """The request's body. A long one is decoded outside the event loop. Raises what `Exchange.body` and `decode` raise."""
+    body = await call.exchange.body()
+    return await call.service.workers.run_if(len(body) > limits.SHORT_BODY_BYTES, lambda: decode(body, kind))
 
-    longest: tokens that the context holds. Raises `context_too_long` for a text that no tokenising could make fit.
-    """
-    length = sum(map(len, texts))
-    if length <= SHORT_TEXT_CHARS:
-        return encode()
+
+def require_fitting(codec: TextCodec, texts: Sequence[str], longest: int, param: str) -> None:
+    """Raise `context_too_long` for a text that no tokenising could make fit. longest: tokens that the context holds."""
     if any(codec.surely_exceeds(text, longest) for text in texts):
         raise CallerError(
             ErrorCode.CONTEXT_TOO_LONG,
-            f"the text has {length} characters, more than the context of {longest} tokens can hold; shorten it",
+            f"the text has {sum(map(len, texts))} characters, more than the context of {longest} tokens can hold; "
+            "shorten it",
             param=param,
         )
-    return await asyncio.to_thread(encode)
 
 
 async def until_disconnect(call: Call, work: Awaitable[None]) -> None:
@@ -90,36 +95,9 @@ async def until_disconnect(call: Call, work: Awaitable[None]) -> None:
         if task.done():
             await task  # raises what it raised
             return
-        call.exchange.facts["outcome"] = "aborted"
+        call.facts.outcome = "aborted"
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     if not call.exchange.started:  # who closed only its own side may still read why there is no answer
         raise CallerError(ErrorCode.ABORTED, "the client went away before the answer began")
-
-
-async def stream_pieces(
-    call: Call,
-    generation: Generation,
-    opening: bytes,
-    render: Callable[[Piece], bytes],
-    closing: Callable[[], bytes],
-) -> None:
-    """Send pieces as events. The response begins with the first piece, so that a refusal still has its own status."""
-    exchange = call.exchange
-    pieces = await generation.read()
-    await exchange.begin_events()
-    data = opening
-    try:
-        while pieces:
-            data += b"".join(map(render, pieces))
-            if data:
-                await exchange.write(data)
-            data = b""
-            pieces = await generation.read()
-        data = closing()
-    except LoraplexError as error:
-        exchange.facts.update(outcome=outcome_of(error), code=error.code.value)
-        data = event(error_body(error))
-    await exchange.write(data + DONE)
-    await exchange.end()

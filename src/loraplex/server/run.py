@@ -1,7 +1,8 @@
 """A server's life: listen, start the engine, register adapters, serve, drain, end. Owns signals and child processes.
 
-It listens first, so that a taken port is found before weights are read, and so that `/health` answers at once; requests
-are taken when the engine, every --adapter and the first folders of --adapter-dir are there. The first SIGTERM or SIGINT drains: new
+It listens first, so that a taken port is found before weights are read, and so that `/health` says at once what is
+missing; requests are taken when the engine, every --adapter and the first folders of --adapter-dir are there. The first
+SIGTERM or SIGINT drains: new
 requests are refused, open ones may finish within a bound and are then ended, typed. A second SIGINT ends it at once.
 
 Specification: rulings "Processes", "Start-up".
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 from loraplex.adapters.adapter_catalog import AdapterCatalog
 from loraplex.adapters.manager import AdapterService
+from loraplex.adapters.preparation import Preparation
 from loraplex.catalog.artifacts import ArtifactStore, artifacts_folder
 from loraplex.catalog.database import IN_MEMORY
 from loraplex.catalog.requests import RequestLog
@@ -32,7 +34,7 @@ from loraplex.process.activity import Tell, activity
 from loraplex.process.client import EngineClient
 from loraplex.process.engine_process import BUILDER
 from loraplex.process.supervisor import EngineSupervisor
-from loraplex.server.administration.register import CommandLine, Preparation
+from loraplex.server.administration.register import CommandLine
 from loraplex.server.announce import Announcer
 from loraplex.server.auth import DEFAULT_TENANT
 from loraplex.server.listen import AsgiApp, Listener
@@ -147,6 +149,7 @@ async def serve(
         async with (
             contextlib.AsyncExitStack() as closing
         ):  # the last one first; one that fails does not keep the rest
+            closing.callback(service.workers.close)
             for close in (
                 preparation.close,
                 client.close,

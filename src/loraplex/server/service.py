@@ -21,6 +21,7 @@ from loraplex.process.clock import MonotonicClock
 from loraplex.process.supervisor import EngineSupervisor
 from loraplex.server.exchange import Exchange
 from loraplex.server.provenance import Provenance
+from loraplex.server.workers import Workers
 from loraplex.text.codec import TextCodec
 
 
@@ -37,7 +38,7 @@ class Service:
     """One server. base_name: what callers call the base model. codec: None where the model has no tokenizer.
 
     exchanges: HTTP exchanges that are under way.
-    provenance: where records of served requests go.
+    provenance: where records of served requests go. workers: do what a caller's size drives.
     """
 
     config: ServeConfig
@@ -47,6 +48,7 @@ class Service:
     supervisor: EngineSupervisor
     adapters: AdapterService
     provenance: Provenance | None = None
+    workers: Workers = field(default_factory=Workers)
     clock: Clock = field(default_factory=MonotonicClock)
     phase: Phase = Phase.STARTING
     exchanges: set[Exchange] = field(default_factory=set)
@@ -61,6 +63,7 @@ class Service:
         try:
             yield
         finally:
+            exchange.close()
             self.exchanges.discard(exchange)
             if not self.exchanges:
                 self._quiet.set()
@@ -92,9 +95,11 @@ class Service:
         match self.phase:
             case Phase.DRAINING:
                 raise CapacityError(ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one")
-            case Phase.STARTING:
-                raise CapacityError(
-                    ErrorCode.ENGINE_UNAVAILABLE, "the server is starting; try again in a moment"
-                )
-            case Phase.OPEN:
-                self.supervisor.require_ready()
+            case Phase.STARTING | Phase.OPEN:
+                self.require_engine()
+
+    def require_engine(self) -> None:
+        """Raise `engine_unavailable` unless there is an engine that lives. One that drains does."""
+        if self.phase is Phase.STARTING:
+            raise CapacityError(ErrorCode.ENGINE_UNAVAILABLE, "the server is starting; try again in a moment")
+        self.supervisor.require_ready()

@@ -7,21 +7,25 @@ Specification: interface "HTTP".
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar, get_args
 from urllib.parse import parse_qsl
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.limits import DEFAULT_LISTED, MAX_LISTED
+from loraplex.server.body_size import check_body
 
 T = TypeVar("T", bound=msgspec.Struct)
 Unsupported = Annotated[
-    Any, msgspec.Meta(extra_json_schema={"type": "null", "description": "not carried out; leave it out"})
+    msgspec.Raw,
+    msgspec.Meta(extra_json_schema={"type": "null", "description": "not carried out; leave it out"}),
 ]
-"""A field that OpenAI knows and this server does not carry out: refused unless absent or null."""
+"""A field that OpenAI knows and this server does not carry out: refused unless absent or null. Never decoded."""
+_ABSENT: Final[Any] = UNSET
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,7 +88,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     repetition_penalty: float | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    alora_fallback: Unsupported | UnsetType = UNSET
+    alora_fallback: Unsupported = _ABSENT
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,7 +98,10 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     best_of: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: Unsupported | UnsetType = UNSET
+    suffix: Unsupported = _ABSENT
+
+
+Role = Literal["system", "developer", "user", "assistant"]
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,16 +114,18 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Role
     content: str | list[TextPart]
-    name: Unsupported | UnsetType = UNSET
-    tool_calls: Unsupported | UnsetType = UNSET
-    refusal: Unsupported | UnsetType = UNSET
+    name: Unsupported = _ABSENT
+    tool_calls: Unsupported = _ABSENT
+    refusal: Unsupported = _ABSENT
 
     @property
     def text(self) -> str:
-        """The content as one string."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        """The content as one string: parts are lines."""
+        return (
+            self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        )
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,20 +135,20 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Unsupported | UnsetType = UNSET
-    tool_choice: Unsupported | UnsetType = UNSET
-    parallel_tool_calls: Unsupported | UnsetType = UNSET
-    functions: Unsupported | UnsetType = UNSET
-    function_call: Unsupported | UnsetType = UNSET
-    audio: Unsupported | UnsetType = UNSET
-    modalities: Unsupported | UnsetType = UNSET
-    prediction: Unsupported | UnsetType = UNSET
-    reasoning_effort: Unsupported | UnsetType = UNSET
-    verbosity: Unsupported | UnsetType = UNSET
-    metadata: Unsupported | UnsetType = UNSET
-    store: Unsupported | UnsetType = UNSET
-    service_tier: Unsupported | UnsetType = UNSET
-    web_search_options: Unsupported | UnsetType = UNSET
+    tools: Unsupported = _ABSENT
+    tool_choice: Unsupported = _ABSENT
+    parallel_tool_calls: Unsupported = _ABSENT
+    functions: Unsupported = _ABSENT
+    function_call: Unsupported = _ABSENT
+    audio: Unsupported = _ABSENT
+    modalities: Unsupported = _ABSENT
+    prediction: Unsupported = _ABSENT
+    reasoning_effort: Unsupported = _ABSENT
+    verbosity: Unsupported = _ABSENT
+    metadata: Unsupported = _ABSENT
+    store: Unsupported = _ABSENT
+    service_tier: Unsupported = _ABSENT
+    web_search_options: Unsupported = _ABSENT
 
 
 class LoadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -148,14 +157,14 @@ class LoadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lora_name: str
     lora_path: str
     load_inplace: bool | None = None
-    is_3d_lora_weight: Unsupported | UnsetType = UNSET
+    is_3d_lora_weight: Unsupported = _ABSENT
 
 
 class UnloadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """POST /v1/unload_lora_adapter. lora_int_id: sent by some clients of the other servers; names are identity here."""
 
     lora_name: str
-    lora_int_id: Unsupported | UnsetType = UNSET
+    lora_int_id: Unsupported = _ABSENT
 
 
 class PutAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -194,6 +203,25 @@ _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 _AT: Final = re.compile(r"at `\$\.?([^`]*)`")
 
 
+_VALUE: Final = re.compile(r"Invalid (?:enum )?value '([^']*)'")
+_CHOICES: Final = {
+    "role": get_args(Role),
+    "response_format.type": ("text", "json_object", "json_schema"),
+    "type": ("text",),
+}
+"""What a field may be, by the end of its path, where the decoder only says what it is not."""
+
+
+def _explained(message: str, param: str | None) -> str:
+    """The decoder's message, with what would have been accepted."""
+    path = param or ""
+    choices = next((words for end, words in _CHOICES.items() if path.endswith(end)), ())
+    found = _VALUE.search(message)
+    if found is None or not choices:
+        return message
+    return f"{param} is {found[1]!r}, expected {' or '.join(map(repr, choices))}"
+
+
 def _param(message: str) -> str | None:
     """The field at fault in the decoder's message: `stream_options.foo`."""
     inside = _AT.search(message)
@@ -205,10 +233,13 @@ def _param(message: str) -> str | None:
 def decode(body: bytes, kind: type[T]) -> T:
     """Decode a request body. Raises `invalid_request` or `unsupported_option` with the field at fault."""
     try:
+        check_body(body, kind)
         value = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
+        param = _param(str(error))
+        reason = _explained(str(error), param)
         raise CallerError(
-            ErrorCode.INVALID_REQUEST, f"the request body is refused: {error}", param=_param(str(error))
+            ErrorCode.INVALID_REQUEST, f"the request body is refused: {reason}", param=param
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CallerError(ErrorCode.INVALID_REQUEST, f"the request body is not JSON: {error}") from error
@@ -247,10 +278,17 @@ def decode_query(query: bytes, kind: type[T]) -> T:
 
 
 def _refuse_unsupported(value: msgspec.Struct, prefix: str = "") -> None:
-    for field in msgspec.structs.fields(value):
-        if field.default is UNSET and getattr(value, field.name) not in (UNSET, None):
+    for name in _unsupported(type(value)):
+        given = getattr(value, name)
+        if given is not UNSET and bytes(given) != b"null":
             raise CallerError(
                 ErrorCode.UNSUPPORTED_OPTION,
-                f"{prefix}{field.name} is not supported by this server; leave it out",
-                param=prefix + field.name,
+                f"{prefix}{name} is not supported by this server; leave it out",
+                param=prefix + name,
             )
+
+
+@functools.cache
+def _unsupported(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Names of the fields that are not carried out."""
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type is Unsupported)

@@ -84,13 +84,18 @@ class ChatTemplate:
             raise CallerError(code, f"{self._whose} chat template does not parse: {error}") from error
         self._special = dict(special)
         self._bounds: Callable[[], AbstractContextManager[None]] = allowance if stranger else nullcontext
+        # A template that has a way with the role names it; another would refuse it, or print a word that it was never taught.
+        self._knows_developer = "developer" in source
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Prompt text that ends where the assistant's answer begins; `invalid_request` when the template refuses."""
+        """Prompt text that ends where the assistant's answer begins; `invalid_request` when the template refuses.
+
+        A developer's message is a system message to a template that does not know the role.
+        """
         try:
             with self._bounds():
                 return self._template.render(
-                    messages=[dict(message) for message in messages],
+                    messages=[self._known(message) for message in messages],
                     add_generation_prompt=True,
                     tools=None,
                     documents=None,
@@ -102,3 +107,8 @@ class ChatTemplate:
                 f"{self._whose} chat template refuses these messages: {error}",
                 param="messages",
             ) from error
+
+    def _known(self, message: Mapping[str, str]) -> dict[str, str]:
+        if message["role"] == "developer" and not self._knows_developer:
+            return {**message, "role": "system"}
+        return dict(message)

@@ -1,4 +1,4 @@
-"""Text and token ids: tokenise, apply the chat template, detokenise piece by piece, and find stop strings.
+"""Text and token ids: tokenise, apply the chat template, decode.
 
 Lives in client processes; the engine sees ids only. Never imports torch. A folder without tokenizer.json has no codec
 and serves token ids.
@@ -21,12 +21,8 @@ from loraplex.artifact.companions import SPECIAL_ROLES, Companions, token_text
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.text.chat_template import ChatTemplate
 
-_REPLACEMENT: Final = "\ufffd"
 SHORT_TEXT_CHARS: Final = 4096
 """Texts up to here are tokenised in a few milliseconds; longer ones belong into a thread."""
-MAX_HELD_TOKENS: Final = 32
-"""Tokens that may wait for a character to complete. No character needs more; past it they are not text."""
-_CONTEXT_TOKENS: Final = 6
 
 
 def _bytes_of_characters() -> dict[str, int]:
@@ -44,6 +40,7 @@ class TextCodec:
     """A tokenizer with its end-of-sequence set and, where the model has one, its chat template.
 
     eos_token_ids: ids that end a sequence. vocab_size: ids that the tokenizer knows, added ones included.
+    hidden: texts of the tokens that leave none in an answer, by id: special ones and those that end a sequence.
     """
 
     def __init__(
@@ -67,7 +64,13 @@ class TextCodec:
         self._byte_level = "ByteLevel" in str(tokenizer.decoder)
         # A normaliser may shorten a text, so that its length says nothing.
         self._longest = None if tokenizer.normalizer is not None else max(map(len, tokenizer.get_vocab()))
-        self._added = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {index: token.content for index, token in added.items()}
+        self.hidden = {index: token.content for index, token in added.items() if token.special}
+        self.hidden |= {
+            index: tokenizer.id_to_token(index) or "" for index in self.eos_token_ids - self._added.keys()
+        }
+        self.hidden |= {index: self._added[index] for index in self.eos_token_ids & self._added.keys()}
 
     @property
     def has_chat_template(self) -> bool:
@@ -262,100 +265,3 @@ def _ends(folder: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> fro
     configured = configured_ends(folder)
     index = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
     return configured if configured or index is None else frozenset({index})
-
-
-class Detokenizer:
-    """Turns a request's tokens into final text as they come.
-
-    Held back: characters whose bytes are incomplete, and the longest end that may become a stop string. What comes out
-    depends on the tokens only, not on how they were split over calls.
-
-    stopped_at: index of the token with which a stop string completed, None before. The text of the stop string and
-    all that follows it is not part of the output.
-    """
-
-    def __init__(
-        self,
-        codec: TextCodec,
-        stop_strings: Sequence[str] = (),
-        skip_special: bool = True,
-        context: Sequence[int] = (),
-    ) -> None:
-        """context: tokens before the first one; some tokenizers write a word differently at the start of a text."""
-        self._codec = codec
-        self._stops = tuple(stop_strings)
-        self._skip = skip_special
-        self._dropped = codec.eos_token_ids if skip_special else frozenset()
-        self._window: list[int] = list(context[-_CONTEXT_TOKENS:])
-        self._shown = len(self._decode().rstrip(_REPLACEMENT))
-        self._read = len(self._window)
-        self._held = ""
-        self._count = 0
-        self.stopped_at: int | None = None
-
-    def push(self, token_ids: Iterable[int]) -> str:
-        """Text that is final after these tokens."""
-        out = ""
-        for token in token_ids:
-            if self.stopped_at is not None:
-                break
-            if token not in self._dropped:
-                out += self._release(self._text_of(token), final=False)
-            self._count += 1
-        return out
-
-    def finish(self) -> str:
-        """What was still held back; incomplete characters become U+FFFD."""
-        if self.stopped_at is not None:
-            return ""
-        text = self._decode()[self._shown :]
-        self._shown += len(text)
-        return self._release(text, final=True)
-
-    def _decode(self) -> str:
-        return self._codec.decode(self._window, self._skip)
-
-    def _text_of(self, token: int) -> str:
-        """New complete characters. The window begins one step before what was shown last, so that its text is stable."""
-        self._window.append(token)
-        text = self._decode()
-        complete = text.rstrip(_REPLACEMENT)
-        if len(self._window) - self._read > MAX_HELD_TOKENS:
-            complete = text
-        new = complete[self._shown :]
-        if not new:
-            return ""
-        self._shown = len(complete)
-        if len(complete) == len(text):
-            self._window = self._window[self._read :]
-            self._read = len(self._window)
-            self._shown = len(self._decode())
-        return new
-
-    def _release(self, text: str, *, final: bool) -> str:
-        """Add `text`; give back what no stop string can reach any more."""
-        self._held += text
-        hit = self._first_stop()
-        if hit is not None:
-            out, self._held = self._held[:hit], ""
-            self.stopped_at = max(self._count - (1 if final else 0), 0)
-            return out
-        keep = 0 if final else self._stop_prefix()
-        cut = len(self._held) - keep
-        out, self._held = self._held[:cut], self._held[cut:]
-        return out
-
-    def _first_stop(self) -> int | None:
-        """Where the stop string begins that completes first; of two that complete together, the longer one."""
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        return min(found)[1] if found else None
-
-    def _stop_prefix(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for size in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest

@@ -9,13 +9,15 @@ import hashlib
 import secrets
 from collections.abc import Iterable
 
+from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import EngineSampling
 from loraplex.core.request import SamplingParams
+from loraplex.text.codec import TextCodec
 
 
 def prompt_seed(params: SamplingParams) -> int:
-    """The seed of one prompt: the caller's own, else one that is drawn here."""
-    return secrets.randbits(64) if params.seed is None else params.seed
+    """The seed of one prompt: the caller's own, else one that is drawn here. -1 is none, as clients mean it."""
+    return secrets.randbits(64) if params.seed in (None, -1) else params.seed
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -24,6 +26,30 @@ def sample_seed(seed: int, index: int) -> int:
     if index:
         value = int.from_bytes(hashlib.sha256(f"{value}/{index}".encode()).digest()[:8], "little")
     return value - (1 << 64) if value >> 63 else value
+
+
+def check_sampling(params: SamplingParams, codec: TextCodec | None) -> None:
+    """Raise for what a model with this tokenizer could not carry out: `tokenizer_missing`, `token_out_of_range`.
+
+    Ids from the tokenizer's size on are never sampled: what is said of them would say nothing.
+    """
+    if codec is None:
+        if params.stop_strings:
+            raise CallerError(
+                ErrorCode.TOKENIZER_MISSING,
+                "stop is text and the model folder has no tokenizer.json; leave it out",
+                param="stop",
+            )
+        return
+    for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token in tokens:
+            if token >= codec.vocab_size:
+                raise CallerError(
+                    ErrorCode.TOKEN_OUT_OF_RANGE,
+                    f"{name} holds token id {token}, and ids from {codec.vocab_size} on, which the tokenizer does not "
+                    "know, are never sampled; leave it out",
+                    param=name,
+                )
 
 
 def engine_sampling(

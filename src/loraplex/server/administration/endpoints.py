@@ -1,11 +1,10 @@
-"""Models and adapters over HTTP: OpenAI's list, vLLM's two calls, our own, residency, health, readiness, metrics.
+"""Models and adapters over HTTP: OpenAI's list, vLLM's two calls, our own, residency, limits.
 
 Specification: interface "HTTP".
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -15,53 +14,22 @@ import msgspec
 
 from loraplex.catalog.records import Revision
 from loraplex.catalog.sources import permitted
-from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
+from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import Inspect
-from loraplex.server.metrics import CONTENT_TYPE
-from loraplex.server.routing import Call
+from loraplex.server.routing import Call, read_body
 from loraplex.server.wire import (
     ListAdapters,
     LoadLoraAdapter,
     PutAdapter,
     PutLimits,
     UnloadLoraAdapter,
-    decode,
     decode_query,
 )
 
-INSPECT_S = 2.0
-"""How long `/metrics` waits for the engine: less than a scraper does."""
 GIB: Final = 1 << 30
 _TOTALS: Final = ("pages", "limits")
 """Figures of the engine that a tenant may know: they say what there is, and not who uses it."""
 ACTIONS = ("pin", "unpin", "prefetch", "revoke")
-
-
-async def health(call: Call) -> None:
-    """The process answers."""
-    await call.exchange.answer({"status": "ok"})
-
-
-async def ready(call: Call) -> None:
-    """Whether requests are taken; 503 with the reason otherwise."""
-    call.service.require_ready()
-    await call.exchange.answer({"status": "ready"})
-
-
-async def metrics(call: Call) -> None:
-    """Prometheus exposition."""
-    service = call.service
-    figures = await _figures_soon(call) if service.ready else None
-    await call.exchange.respond(200, call.site.metrics.render(service.ready, figures), CONTENT_TYPE)
-
-
-async def _figures_soon(call: Call) -> dict[str, Any] | None:
-    """The engine's figures, or None when it does not answer soon: whoever scrapes must hear of an engine that hangs."""
-    try:
-        async with asyncio.timeout(INSPECT_S):
-            return await call.service.client.call(Inspect(0))
-    except (TimeoutError, LoraplexError):
-        return None
 
 
 async def residency(call: Call) -> None:
@@ -170,7 +138,7 @@ async def get_adapter(call: Call) -> None:
 async def put_adapter(call: Call) -> None:
     """Register an alias, or swap what it stands for."""
     call.caller.require_admin()
-    request = decode(await call.exchange.body(), PutAdapter)
+    request = await read_body(call, PutAdapter)
     call.service.require_ready()
     source = permitted(request.source, call.service.config.adapter_dirs)
     adapters = call.service.adapters
@@ -178,7 +146,7 @@ async def put_adapter(call: Call) -> None:
     revision = await adapters.put(
         alias_key, source, call.caller.name, expected=request.expected_revision, drain=request.drain
     )
-    call.exchange.facts["model"] = revision.name
+    call.facts.model = revision.name
     await call.exchange.answer(
         await adapters.describe(alias_key, _viewer(call)), 201 if revision.revision == 1 else 200
     )
@@ -244,7 +212,7 @@ async def put_limits(call: Call) -> None:
         raise CallerError(
             ErrorCode.FORBIDDEN, "limits are the operator's: an admin key of the tenant 'default'"
         )
-    request = decode(await call.exchange.body(), PutLimits)
+    request = await read_body(call, PutLimits)
     call.service.require_ready()
     pages = (await call.service.client.call(Inspect(0)))["pages"]
     limits = await call.service.adapters.controls.set_limits(
@@ -268,7 +236,7 @@ def _vllm_names() -> Iterator[None]:
 async def load_lora_adapter(call: Call) -> None:
     """vLLM's call: register a new name. One that is taken is refused unless it is to be replaced; then it is swapped."""
     call.caller.require_admin()
-    request = decode(await call.exchange.body(), LoadLoraAdapter)
+    request = await read_body(call, LoadLoraAdapter)
     call.service.require_ready()
     adapters = call.service.adapters
     change = adapters.put if request.load_inplace else adapters.add
@@ -276,14 +244,14 @@ async def load_lora_adapter(call: Call) -> None:
         source = permitted(request.lora_path, call.service.config.adapter_dirs)
         alias_key = adapters.target(request.lora_name, call.caller.tenant)
         revision = await change(alias_key, source, call.caller.name)
-    call.exchange.facts["model"] = revision.name
+    call.facts.model = revision.name
     await _success(call, f"Success: LoRA adapter '{revision.alias}' added successfully.")
 
 
 async def unload_lora_adapter(call: Call) -> None:
     """vLLM's call: take a name away."""
     call.caller.require_admin()
-    request = decode(await call.exchange.body(), UnloadLoraAdapter)
+    request = await read_body(call, UnloadLoraAdapter)
     call.service.require_ready()
     with _vllm_names():
         owned = _owned(call, request.lora_name)

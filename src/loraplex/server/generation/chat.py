@@ -23,13 +23,21 @@ from loraplex.server.answers import (
     Delta,
     event,
 )
-from loraplex.server.generation.generate import Generation, Piece, check_context, check_prompt, need_codec
+from loraplex.server.generation.generate import (
+    Generation,
+    check_context,
+    check_prompt,
+    check_submitted,
+    need_codec,
+)
 from loraplex.server.generation.logprobs import chat_logprobs
 from loraplex.server.generation.sampling_fields import sampling_params
 from loraplex.server.generation.serving import About, Prepared, serve
-from loraplex.server.routing import Call, encode_text
+from loraplex.server.routing import Call, require_fitting
 from loraplex.server.wire import ChatRequest
-from loraplex.text.codec import TextCodec
+from loraplex.text.assembly import Piece
+from loraplex.text.codec import SHORT_TEXT_CHARS, TextCodec
+from loraplex.text.engine_sampling import check_sampling
 
 
 async def chat_completions(call: Call) -> None:
@@ -50,9 +58,14 @@ class Chat:
         given = [{"role": message.role, "content": message.text} for message in request.messages]
         longest: int = call.service.engine_info["max_model_len"]
         texts = [message["content"] for message in given]
-        ids = await encode_text(codec, texts, lambda: codec.chat(given), longest, "messages")
+        require_fitting(codec, texts, longest, "messages")
+        long = sum(map(len, texts)) > SHORT_TEXT_CHARS or len(texts) > limits.SHORT_CONVERSATION
+        ids = await call.service.workers.run_if(long, lambda: codec.chat(given))
         check_prompt(call.service, ids, "messages")
-        return Prepared(given, [ids], _parameters(call, request, len(ids)))
+        params = _parameters(call, request, len(ids))
+        check_sampling(params, codec)
+        check_submitted(len(ids), params.n)
+        return Prepared(given, [ids], params)
 
     def rendering(
         self, about: About, request: ChatRequest, prepared: Prepared, generation: Generation
@@ -84,6 +97,13 @@ def _check(request: ChatRequest) -> None:
         raise CallerError(
             ErrorCode.INVALID_REQUEST,
             f"{len(request.messages)} messages were sent, the limit is {limits.MAX_MESSAGES}",
+            param="messages",
+        )
+    parts = sum(len(message.content) for message in request.messages if isinstance(message.content, list))
+    if parts > limits.MAX_CONTENT_PARTS:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"the messages have {parts} content parts, the limit is {limits.MAX_CONTENT_PARTS}",
             param="messages",
         )
     if not request.messages:

@@ -16,13 +16,22 @@ from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import TokenLogprobs
 from loraplex.core.request import SamplingParams
 from loraplex.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage, event
-from loraplex.server.generation.generate import Generation, Piece, check_context, check_prompt, need_codec
+from loraplex.server.generation.generate import (
+    Generation,
+    check_context,
+    check_prompt,
+    check_submitted,
+    need_codec,
+)
 from loraplex.server.generation.logprobs import CompletionScores, joined
 from loraplex.server.generation.sampling_fields import sampling_params
 from loraplex.server.generation.serving import About, Prepared, serve
-from loraplex.server.routing import Call, encode_text
+from loraplex.server.routing import Call, require_fitting
 from loraplex.server.service import Service
 from loraplex.server.wire import CompletionRequest
+from loraplex.text.assembly import Piece
+from loraplex.text.codec import SHORT_TEXT_CHARS
+from loraplex.text.engine_sampling import check_sampling
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -40,7 +49,8 @@ class Completions:
 
     async def prepare(self, call: Call, request: CompletionRequest) -> Prepared:
         """The prompts as token ids."""
-        service, params, given = call.service, _parameters(request), _prompts(request.prompt)
+        service, params, prompt = call.service, _parameters(request), request.prompt
+        given = await service.workers.run_if(_is_long(prompt), lambda: _prompts(prompt))
         if len(given) * params.n > limits.MAX_CHOICES:
             raise CallerError(
                 ErrorCode.INVALID_REQUEST,
@@ -48,14 +58,22 @@ class Completions:
                 f"the limit is {limits.MAX_CHOICES}",
                 param="n",
             )
-        if params.stop_strings:
-            need_codec(service, "stop")
-        ids = [item if isinstance(item, list) else await _encoded(service, item) for item in given]
-        for prompt in ids:
-            check_prompt(service, prompt, "prompt")
-            check_context(service, len(prompt), params.max_tokens, "max_tokens")
-        _check_scores(sum(map(len, ids)), params)
-        return Prepared(given, ids, params)
+        check_sampling(params, service.codec)
+        texts = [item for item in given if isinstance(item, str)]
+        if texts:
+            require_fitting(
+                need_codec(service, "prompt"), texts, service.engine_info["max_model_len"], "prompt"
+            )
+        size = sum(map(len, given))
+        ids, echoes = await service.workers.run_if(
+            size > SHORT_TEXT_CHARS, lambda: _read(service, given, bool(request.echo))
+        )
+        for tokens in ids:
+            check_context(service, len(tokens), params.max_tokens, "max_tokens")
+        total = sum(map(len, ids))
+        check_submitted(total, params.n)
+        _check_scores(total, params)
+        return Prepared(given, ids, params, echoes)
 
     def rendering(
         self, about: About, request: CompletionRequest, prepared: Prepared, generation: Generation
@@ -78,10 +96,22 @@ def _check_scores(prompt_tokens: int, params: SamplingParams) -> None:
         )
 
 
-async def _encoded(service: Service, text: str) -> list[int]:
-    codec = need_codec(service, "prompt")
-    longest: int = service.engine_info["max_model_len"]
-    return await encode_text(codec, [text], lambda: codec.encode(text), longest, "prompt")
+def _read(
+    service: Service, given: Sequence[str | list[int]], echo: bool
+) -> tuple[list[list[int]], list[str] | None]:
+    """Prompts as token ids, and as texts where the answer repeats them."""
+    ids = [item if isinstance(item, list) else need_codec(service, "prompt").encode(item) for item in given]
+    for prompt in ids:
+        check_prompt(service, prompt, "prompt")
+    return ids, [_echo(service, item) for item in given] if echo else None
+
+
+def _is_long(prompt: str | list[Any]) -> bool:
+    """Whether looking at every item would hold up the event loop."""
+    if isinstance(prompt, str):
+        return False
+    inside = prompt[: limits.MAX_CHOICES]
+    return len(prompt) + sum(len(item) for item in inside if isinstance(item, list)) > SHORT_TEXT_CHARS
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -132,7 +162,7 @@ class CompletionRendering:
         self._about = about
         self._prepared = prepared
         self._generation = generation
-        self._echoes = [_echo(service, item) for item in prepared.given] if request.echo else None
+        self._echoes = prepared.echoes
         self._silent = request.max_tokens == 0
         self._with_ids = bool(request.return_token_ids)
         count = len(prepared.ids) * prepared.params.n

@@ -1,7 +1,7 @@
 """Generation: a request's prompts and samples go to the engine together; their text comes back piece by piece.
 
-Owns the binding of a name to a revision for a request's life, stop strings, and the counting of tokens. Leaving a
-generation in any way withdraws what is still open, so that a client that went away costs no further step.
+Owns the binding of a name to a revision for a request's life. Leaving a generation in any way withdraws what is still
+open, so that a client that went away costs no further step.
 
 Specification: architecture "A request's way" (2, 3, 11), rulings "Text".
 """
@@ -11,20 +11,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 import numpy as np
 
-from loraplex.core.errors import CallerError, ErrorCode, error_for
-from loraplex.core.messages import Ended, Submit, TokenBinding, TokenLogprobs, Tokens
-from loraplex.core.request import FinishReason, SamplingParams
+from loraplex.core import limits
+from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.messages import Submit, Tokens
+from loraplex.core.request import SamplingParams
 from loraplex.process.client import RequestGroup
 from loraplex.server.answers import Usage
 from loraplex.server.provenance import ChoiceSeen, Served
 from loraplex.server.service import Service
 from loraplex.server.wire import GenerationFields
-from loraplex.text.codec import Detokenizer, TextCodec
+from loraplex.text.assembly import Piece, SampleAssembly
+from loraplex.text.codec import TextCodec
 from loraplex.text.engine_sampling import engine_sampling, prompt_seed
 
 _NS_PER_MS = 1_000_000
@@ -122,6 +124,17 @@ def check_prompt(service: Service, ids: Sequence[int], param: str) -> None:
         )
 
 
+def check_submitted(prompt_tokens: int, samples: int) -> None:
+    """Raise `invalid_request` where prompts, each sent once a sample, would be more than one message holds."""
+    if prompt_tokens * samples > limits.MAX_SUBMITTED_TOKENS:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"{prompt_tokens} prompt tokens in {samples} samples make {prompt_tokens * samples}, the limit is "
+            f"{limits.MAX_SUBMITTED_TOKENS}; lower n",
+            param="n",
+        )
+
+
 def check_context(service: Service, prompt_tokens: int, max_tokens: int, param: str) -> None:
     """Raise `context_too_long` unless prompt and output fit."""
     limit: int = service.engine_info["max_model_len"]
@@ -145,56 +158,6 @@ def need_codec(service: Service, param: str) -> TextCodec:
     return service.codec
 
 
-@dataclass(slots=True)
-class Piece:
-    """What one read added to one choice."""
-
-    choice: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: str | None = None
-
-
-class _Choice:
-    """One sample on its way."""
-
-    def __init__(self, index: int, detokenizer: Detokenizer | None) -> None:
-        self.index = index
-        self.detokenizer = detokenizer
-        self.tokens = 0
-        self.over = False
-        self.finish_reason: str | None = None
-        self.binding: TokenBinding | None = None
-
-    def take(self, message: Tokens, piece: Piece) -> bool:
-        """Add tokens to `piece`; whether a stop string completed."""
-        count = len(message.token_ids)
-        self.binding = message.binding or self.binding
-        piece.prompt_logprobs += message.prompt_logprobs
-        stopped = False
-        if self.detokenizer is not None:
-            piece.text += self.detokenizer.push(message.token_ids)
-            at = self.detokenizer.stopped_at
-            if at is not None:
-                count, stopped = at + 1 - self.tokens, True
-        self.tokens += count
-        piece.token_ids += message.token_ids[:count]
-        piece.logprobs += message.logprobs[:count]
-        return stopped
-
-    def end(self, message: Ended, piece: Piece) -> None:
-        """Finish `piece` with what was held back. Raises the error with which the engine ended the request."""
-        if message.code is not None:
-            raise error_for(ErrorCode(message.code), message.message, param=message.param)
-        if self.detokenizer is not None:
-            piece.text += self.detokenizer.finish()
-        piece.finish_reason = message.finish_reason
-        if self.detokenizer is not None and self.detokenizer.stopped_at is not None:
-            piece.finish_reason = FinishReason.STOP.value
-
-
 class Generation:
     """A job while it runs. Enter it to submit; leaving it withdraws what is still open."""
 
@@ -203,7 +166,7 @@ class Generation:
         self._model = model
         self._job = job
         self._choices = [
-            _Choice(index, self._detokenizer(prompt))
+            SampleAssembly(index, service.codec, job.params, prompt)
             for index, prompt in enumerate(prompt for prompt in job.prompts for _ in range(job.params.n))
         ]
         self._group: RequestGroup | None = None
@@ -259,25 +222,12 @@ class Generation:
                 choice = self._choices[index]
                 if choice.over:
                     continue
-                piece = pieces.setdefault(index, Piece(index))
-                if isinstance(message, Ended):
-                    choice.end(message, piece)
-                    choice.over = True
-                    choice.finish_reason = piece.finish_reason
-                    continue
-                if message.token_ids and not self.first_token_ns:
+                if isinstance(message, Tokens) and message.token_ids and not self.first_token_ns:
                     self.first_token_ns = self._service.clock.now_ns()
-                if choice.take(message, piece):
-                    choice.over = True
-                    choice.finish_reason = piece.finish_reason = FinishReason.STOP.value
-                    group.finish(index, choice.tokens)
+                last = choice.take(message, pieces.setdefault(index, Piece(index)))
+                if last is not None:
+                    group.finish(index, last)
         return [pieces[index] for index in sorted(pieces)]
-
-    def _detokenizer(self, prompt: Sequence[int]) -> Detokenizer | None:
-        codec = self._service.codec
-        if codec is None:
-            return None
-        return Detokenizer(codec, self._job.params.stop_strings, context=prompt)
 
     def _submits(self) -> list[Submit]:
         job, ends = self._job, self._service.engine_info.get("eos_token_ids", ())

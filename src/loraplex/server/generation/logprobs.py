@@ -28,7 +28,7 @@ class CompletionScores:
     """Builds completions' log probabilities piece by piece; offsets go on from piece to piece."""
 
     def __init__(self, codec: TextCodec | None, top: int) -> None:
-        """top: alternatives a position, 0 for none."""
+        """top: alternatives a position, beside the actual token."""
         self._codec = codec
         self._top = top
         self._offset = 0
@@ -37,19 +37,18 @@ class CompletionScores:
         """The first prompt token, which nothing predicts."""
         text = token_text(self._codec, token_id)
         at, self._offset = self._offset, self._offset + len(text)
-        return CompletionLogprobs([text], [None], [None] if self._top else None, [at])
+        return CompletionLogprobs([text], [None], [None], [at])
 
     def add(self, entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
         """The next positions."""
-        out = CompletionLogprobs([], [], [] if self._top else None, [])
+        out = CompletionLogprobs([], [], [], [])
         for entry in entries:
             text = token_text(self._codec, entry.ids[0])
             out.tokens.append(text)
             out.token_logprobs.append(_finite(entry.values[0]))
             out.text_offset.append(self._offset)
             self._offset += len(text)
-            if out.top_logprobs is not None:
-                out.top_logprobs.append(self._alternatives(entry))
+            out.top_logprobs.append(self._alternatives(entry))
         return out
 
     def _alternatives(self, entry: TokenLogprobs) -> dict[str, float]:
@@ -62,11 +61,10 @@ class CompletionScores:
 
 def joined(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
     """Several pieces as one."""
-    tops = [part.top_logprobs for part in parts]
     return CompletionLogprobs(
         [token for part in parts for token in part.tokens],
         [value for part in parts for value in part.token_logprobs],
-        None if any(top is None for top in tops) else [entry for top in tops for entry in top or ()],
+        [entry for part in parts for entry in part.top_logprobs],
         [offset for part in parts for offset in part.text_offset],
     )
 

@@ -8,26 +8,27 @@ Specification: architecture "A request's way" (1, 2, 11), interface "HTTP".
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar, assert_never
 
 import msgspec
 
 from loraplex.core import limits
-from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.request import SamplingParams
-from loraplex.server.generation.generate import Generation, Job, Piece, ServedModel, bind_model, urgency
-from loraplex.server.routing import Call, stream_pieces, until_disconnect
+from loraplex.server.answers import DONE, encode, error_body, event
+from loraplex.server.generation.generate import Generation, Job, ServedModel, bind_model, urgency
+from loraplex.server.routing import Call, read_body, until_disconnect
 from loraplex.server.wire import (
     GenerationFields,
     JsonObjectFormat,
     JsonSchemaFormat,
     ResponseFormat,
     TextFormat,
-    decode,
 )
+from loraplex.text.assembly import Piece
 from loraplex.text.grammars import schema_grammar
 
 R = TypeVar("R", bound=GenerationFields)
@@ -35,11 +36,15 @@ R = TypeVar("R", bound=GenerationFields)
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a request asks to have generated. given: the prompts in the caller's form, ids: as tokens."""
+    """What a request asks to have generated. given: the prompts in the caller's form, ids: as tokens.
+
+    echoes: the prompts as texts, where the answer repeats them.
+    """
 
     given: Sequence[Any]
     ids: Sequence[Sequence[int]]
     params: SamplingParams
+    echoes: Sequence[str] | None = None
 
 
 class Rendering(Protocol):
@@ -101,7 +106,7 @@ class About:
 async def serve(call: Call, endpoint: Endpoint[R]) -> None:
     """Decode, check, generate and answer, until the client goes away."""
     arrival = call.service.clock.now_ns()
-    request = decode(await call.exchange.body(), endpoint.body)
+    request = await read_body(call, endpoint.body)
     await until_disconnect(call, _serve(call, endpoint, request, arrival))
 
 
@@ -122,25 +127,59 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
             arrival_ns, deadline, grammar,
         )  # fmt: skip
         exchange.answer_headers |= model.headers
-        exchange.facts |= {"model": model.name, "stream": bool(request.stream)}
+        call.facts.model, call.facts.stream = model.name, bool(request.stream)
         if service.config.log_prompts:
-            exchange.facts["prompt"] = logged(prepared.given)
+            call.facts.prompt = logged(prepared.given)
         options = request.stream_options
         about = About(
             call, answer_id, request.model, model, options is not None and bool(options.include_usage)
         )
         with Generation(service, model, job) as generation:
-            exchange.facts["generation"] = generation
+            call.facts.generation = generation
             rendering = endpoint.rendering(about, request, prepared, generation)
             if request.stream:
-                await stream_pieces(call, generation, rendering.opening(), rendering.chunk, rendering.closing)
+                await _stream(call, generation, rendering)
             else:
-                await exchange.answer(rendering.whole(await _collect(generation)))
+                parts = await _collect(generation)
+                pieces = [piece for part in parts.values() for piece in part]
+                body = await _written(call, pieces, lambda: encode(rendering.whole(parts)))
+                await exchange.respond(200, body)
 
 
 def logged(given: Sequence[Any]) -> str:
     """Prompts as one value of the access line, cut to what a line may hold."""
     return msgspec.json.encode(list(given)).decode()[: limits.MAX_LOGGED_PROMPT_CHARS]
+
+
+async def _stream(call: Call, generation: Generation, rendering: Rendering) -> None:
+    """Send pieces as events. The response begins with the first piece, so that a refusal still has its own status."""
+    exchange = call.exchange
+    pieces = await generation.read()
+    await exchange.begin_events()
+    data = rendering.opening()
+    try:
+        while pieces:
+            data += await _written(call, pieces, partial(_chunks, rendering, pieces))
+            if data:
+                await exchange.write(data)
+            data = b""
+            pieces = await generation.read()
+        data = rendering.closing()
+    except LoraplexError as error:
+        call.facts.failed(error)
+        data = event(error_body(error))
+    await exchange.write(data + DONE)
+    await exchange.end()
+
+
+def _chunks(rendering: Rendering, pieces: Sequence[Piece]) -> bytes:
+    return b"".join(map(rendering.chunk, pieces))
+
+
+async def _written(call: Call, pieces: Sequence[Piece], write: Callable[[], bytes]) -> bytes:
+    """What `write` makes of pieces; many log probabilities do not hold up the event loop."""
+    scores = sum(len(piece.logprobs) + len(piece.prompt_logprobs) for piece in pieces)
+    return await call.service.workers.run_if(scores > limits.SHORT_SCORES, write)
 
 
 async def _collect(generation: Generation) -> dict[int, list[Piece]]:
@@ -168,4 +207,4 @@ async def _grammar(call: Call, form: ResponseFormat | None) -> str | None:
             "response_format needs a tokenizer, and the model folder has no tokenizer.json; leave it out",
             param="response_format",
         )
-    return await asyncio.to_thread(schema_grammar, schema)
+    return await call.service.workers.run(lambda: schema_grammar(schema))

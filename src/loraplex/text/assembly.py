@@ -1,0 +1,93 @@
+"""From the engine's messages to an answer: text, stop strings, log probabilities, counts and the end of one sample.
+
+The one place where an answer is put together, for the server and for `LLM`. A front end hands over every message of a
+sample and gets what it adds; where a stop string completes, it is told which token was the last, and tells the engine.
+
+Never sends anything and never knows how an answer is written. Specification: architecture "A request's way" (11), rulings "Text".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from loraplex.core.errors import ErrorCode, error_for
+from loraplex.core.messages import Ended, TokenBinding, TokenLogprobs, Tokens
+from loraplex.core.request import FinishReason, SamplingParams
+from loraplex.text.codec import TextCodec
+from loraplex.text.detokenizer import Detokenizer
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of one sample's answer, or all of it. choice: which sample. finish_reason: None until it is over."""
+
+    choice: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class SampleAssembly:
+    """One sample on its way. tokens: generated up to now, none behind a stop string. over: nothing more is added.
+
+    binding: what its latest tokens were computed with.
+    """
+
+    def __init__(
+        self, choice: int, codec: TextCodec | None, params: SamplingParams, prompt: Sequence[int]
+    ) -> None:
+        """codec: None gives token ids without text. prompt: its text continues there."""
+        self.choice = choice
+        self.tokens = 0
+        self.over = False
+        self.finish_reason: str | None = None
+        self.binding: TokenBinding | None = None
+        self._detokenizer = None if codec is None else Detokenizer(codec, params.stop_strings, context=prompt)
+
+    def take(self, message: Tokens | Ended, piece: Piece) -> int | None:
+        """Add what a message brings to `piece`.
+
+        The number of tokens that the engine is to finish with, where a stop string completed; None else. Raises the
+        error with which the engine ended the request.
+        """
+        if self.over:
+            return None
+        if isinstance(message, Ended):
+            self._end(message, piece)
+            return None
+        return self._add(message, piece)
+
+    def _add(self, message: Tokens, piece: Piece) -> int | None:
+        count, stopped = len(message.token_ids), False
+        self.binding = message.binding or self.binding
+        piece.prompt_logprobs += message.prompt_logprobs
+        if self._detokenizer is not None:
+            piece.text += self._detokenizer.push(message.token_ids)
+            at = self._detokenizer.stopped_at
+            if at is not None:
+                count, stopped = at + 1 - self.tokens, True
+        self.tokens += count
+        piece.token_ids += message.token_ids[:count]
+        piece.logprobs += message.logprobs[:count]
+        if not stopped:
+            return None
+        self._finish(FinishReason.STOP.value, piece)
+        return self.tokens
+
+    def _end(self, message: Ended, piece: Piece) -> None:
+        if message.code is not None:
+            self.over = True
+            raise error_for(ErrorCode(message.code), message.message, param=message.param)
+        reason = message.finish_reason
+        if self._detokenizer is not None:
+            piece.text += self._detokenizer.finish()
+            if self._detokenizer.stopped_at is not None:
+                reason = FinishReason.STOP.value
+        self._finish(reason, piece)
+
+    def _finish(self, reason: str | None, piece: Piece) -> None:
+        self.over = True
+        self.finish_reason = piece.finish_reason = reason

@@ -1,0 +1,65 @@
+"""Stop strings: what of a growing text no stop string can reach any more, and where one completes.
+
+A text has shown characters and, where a stop string spells a special token, the hidden ones of special tokens between
+them: `<|im_end|>` ends an answer though it is never part of one. Knows nothing of tokens and requests.
+
+Specification: rulings "Text".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class StopStrings:
+    """Holds back the longest end of a text that may become a stop string.
+
+    A stop string without a special token is looked for in what is shown, one with a special token in the whole text.
+    """
+
+    def __init__(self, stops: Sequence[str], special: Iterable[str]) -> None:
+        """special: texts of tokens that are not shown."""
+        texts = tuple(filter(None, special))
+        self._spelled = tuple(stop for stop in stops if any(text in stop for text in texts))
+        self._plain = tuple(stop for stop in stops if stop not in self._spelled)
+        self._held: list[tuple[str, bool]] = []
+        """Characters, and whether they are shown."""
+
+    def add(self, text: str, *, shown: bool = True, final: bool = False) -> tuple[str, bool]:
+        """What is final now, and whether a stop string is complete: then nothing of it is given. final: nothing follows."""
+        if not self._plain and not self._spelled:
+            return (text if shown else ""), False
+        if shown or self._spelled:
+            self._held += [(character, shown) for character in text]
+        whole = "".join(character for character, _ in self._held)
+        places = [index for index, (_, is_shown) in enumerate(self._held) if is_shown]
+        seen = whole if len(places) == len(whole) else "".join(whole[index] for index in places)
+        hits = [(at + len(stop), at) for stop in self._spelled if (at := whole.find(stop)) >= 0]
+        hits += [
+            (places[at + len(stop) - 1] + 1, places[at])
+            for stop in self._plain
+            if (at := seen.find(stop)) >= 0
+        ]
+        if hits:  # the one that completes first; of two that complete together, the longer one
+            return self._release(min(hits)[1]), True
+        if final:
+            return self._release(len(whole)), False
+        cut = len(whole) - _begun(whole, self._spelled)
+        kept = _begun(seen, self._plain)
+        return self._release(min(cut, places[-kept]) if kept else cut), False
+
+    def _release(self, cut: int) -> str:
+        out = "".join(character for character, shown in self._held[:cut] if shown)
+        self._held = self._held[cut:]
+        return out
+
+
+def _begun(text: str, stops: Iterable[str]) -> int:
+    """Length of the longest end of a text that begins a stop string."""
+    longest = 0
+    for stop in stops:
+        for size in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:size]):
+                longest = size
+                break
+    return longest
