@@ -3,99 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import pytest
-from safetensors.torch import save_file
 from tests.adapters.deadly import die
-from tests.artifact.tiny import tiny_model, write_lora
+from tests.adapters.stand_ins import Engine, Preparing, key, run
+from tests.artifact.tiny import write_base, write_lora
 from tests.catalog.remotes import WebServer
 from tests.waiting import LIMIT_S
 
 from loraplex.adapters import prepare_pool
 from loraplex.adapters.adapter_catalog import AdapterCatalog
 from loraplex.adapters.manager import AdapterService
-from loraplex.adapters.prepare import PreparedAdapter, prepare_adapter
+from loraplex.adapters.prepare import prepare_adapter
 from loraplex.adapters.prepare_pool import PreparePool
-from loraplex.artifact.identify import AdapterIdentity
 from loraplex.artifact.tensors import Dtype
 from loraplex.build.base_model import describe_base
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.limits import MAX_DOWNLOADS
-from loraplex.core.messages import RegisterAdapter, RemoveAdapter
-from loraplex.identity.digests import ALWAYS_ON, semantic_abi
 from loraplex.images.disk_store import ImageStore
-
-
-class Engine:
-    """Records calls. refuse: raised instead of an answer, by key or kind."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, str]] = []
-        self.asked: list[Any] = []
-        self.refuse: dict[str, LoraplexError] = {}
-        self.answer = asyncio.Event()
-        self.answer.set()
-        self._called = asyncio.Event()
-
-    async def until(self, count: int) -> None:
-        while len(self.sent) < count:
-            self._called.clear()
-            await self._called.wait()
-
-    async def call(self, message: Any) -> dict[str, Any]:
-        key = getattr(message, "key", "")
-        if isinstance(message, (RegisterAdapter, RemoveAdapter)):
-            self.sent.append(("+" if isinstance(message, RegisterAdapter) else "-", key))
-        self.asked.append(message)
-        self._called.set()
-        await self.answer.wait()
-        if key in self.refuse:
-            raise self.refuse[key]
-        return {"pages": {"page_bytes": 1}, "adapters": []}
-
-
-BASE_ABI = "ba5e" * 16
-
-
-def artifact(source: str) -> str:
-    return hashlib.sha256(source.partition("#")[0].encode()).hexdigest()
-
-
-def key(source: str) -> str:
-    return semantic_abi(BASE_ABI, artifact(source), ALWAYS_ON)
-
-
-class Preparing:
-    def __init__(self) -> None:
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    async def __call__(self, source: str) -> PreparedAdapter:
-        await self.gate.wait()
-        name = key(source)
-        return PreparedAdapter(
-            AdapterIdentity(BASE_ABI, artifact(source), name), "lora", (1,), ("q",), 1, 1, 1, 1, 1, "",
-            RegisterAdapter(0, name, name, 1, ((1, 1),), (0,), 1),
-        )  # fmt: skip
-
-
-def run(test: Callable[[AdapterService, Engine, Preparing], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            engine, preparing = Engine(), Preparing()
-            service = AdapterService(engine, AdapterCatalog(frozenset({"base"})), preparing)
-            await test(service, engine, preparing)
-            await service.close()
-
-    asyncio.run(bounded())
 
 
 def test_two_names_of_one_artifact_leave_with_the_last() -> None:
@@ -253,19 +183,11 @@ def test_a_removal_that_the_engine_refuses_is_kept_for_the_operator() -> None:
     run(test)
 
 
-def _write_base(folder: Path) -> Path:
-    model = tiny_model()
-    model.config.save_pretrained(folder)
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
 def test_preparation_in_a_process_equals_preparation_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "base").mkdir()
-    base = describe_base(_write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
+    base = describe_base(write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
     adapter = write_lora(tmp_path / "adapter")
     pool = PreparePool(base, tmp_path / "there")
 
@@ -298,7 +220,7 @@ def test_preparation_in_a_process_equals_preparation_here(
 
 def test_sources_that_do_not_answer_hold_up_nothing_that_is_here(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
-    base = describe_base(_write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
+    base = describe_base(write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
     pool = PreparePool(base, tmp_path / "there", tmp_path / "artifacts")
     folder = write_lora(tmp_path / "adapter")
     with WebServer() as web:
@@ -334,7 +256,7 @@ def test_sources_that_do_not_answer_hold_up_nothing_that_is_here(tmp_path: Path)
 
 def test_a_preparation_in_hand_does_not_hold_up_the_end(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
-    base = describe_base(_write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
+    base = describe_base(write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
     pool = PreparePool(base, tmp_path / "there")
     folder = write_lora(tmp_path / "adapter")
 

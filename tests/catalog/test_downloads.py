@@ -250,7 +250,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 def test_a_full_store_is_cleared_for_the_server_before_it_refuses(tmp_path: Path, web: WebServer) -> None:
-    from tests.adapters.test_adapters import _write_base
+    from tests.artifact.tiny import write_base
 
     from loraplex.adapters.prepare_pool import PreparePool
     from loraplex.artifact.tensors import Dtype
@@ -259,7 +259,7 @@ def test_a_full_store_is_cleared_for_the_server_before_it_refuses(tmp_path: Path
     from loraplex.server.administration.register import Preparation
 
     (tmp_path / "base").mkdir()
-    base = describe_base(_write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
+    base = describe_base(write_base(tmp_path / "base"), Dtype.FLOAT32, 4)
     for number in range(3):
         folder = write_lora(tmp_path / f"a{number}", lora_alpha=number + 1)
         web.publish(folder, f"/a{number}")

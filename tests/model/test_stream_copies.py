@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.model import test_pages
+from tests.model.copy_checks import TornOnce, check_damaged_copies, check_removal_under_load
 from tests.model.drive import Images
+from tests.model.page_checks import check_open_copy, check_warm_steps
+from tests.model.rig import Rig, check_engine
 from tests.model.streamed import count_moved, fail_first_copies, fake_streams, hold_copies
-from tests.model.test_copy_faults import TornOnce, check_damaged_copies, check_removal_under_load
-from tests.model.test_pages import check_open_copy, check_warm_steps
-from tests.model.test_runner_adapters import Rig, check_engine, image, loaded
 from tests.model.tiny import decoder
+from tests.model.tuned import image, loaded
 
 from loraplex.core.layout import AdapterImage
 from loraplex.model.decoder import Decoder

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from tests.model.tiny import save
 from tests.server.processes import Running, started
-from tests.server.test_churn_long import write_adapter
+from tests.server.random_adapters import write_adapter
 from tests.waiting import run
 
 from loraplex.process.engine_process import BUILDER
