@@ -144,6 +144,30 @@ def sleeps(source: str) -> list[str]:
     return found
 
 
+def busy_waits(source: str) -> list[str]:
+    """A loop that only asks again takes the processor from what it waits for; `tests/waiting.py` pauses between questions."""
+
+    def only_asks(body: list[ast.stmt]) -> bool:
+        """Nothing stands in it, or one statement that takes what is awaited."""
+        alone = len(body) == 1 and isinstance(body[0], ast.Assign)
+        return _does_nothing(body) or (alone and any(isinstance(n, ast.Await) for n in ast.walk(body[0])))
+
+    return [
+        f"line {node.lineno}: a loop asks again without a pause"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.While) and only_asks(node.body)
+    ]
+
+
+def imports_from_tests(source: str) -> list[str]:
+    """What several tests need lives in a helper module; `import_module` and code in strings count too."""
+    return [
+        f"line {number}: a test file is imported"
+        for number, line in enumerate(source.splitlines(), 1)
+        if re.search(r"\b(from|import|import_module\()\W*tests\.([a-z_]\w*\.)*test_", line)
+    ]
+
+
 def forgetful_waits(source: str) -> list[str]:
     """`asyncio.wait_for` may swallow a cancellation that comes as its work ends; psutil's wait takes exit statuses."""
     instead = {
@@ -217,6 +241,10 @@ RULES: list[tuple[Rule, list[Path], str]] = [
     (numpy_random, [path for path in LIBRARY if is_pure(path)], "from numpy.random import default_rng\n"),
     (sleeps, TESTS, "import time\ntime.sleep(1)\n"),
     (sleeps, TESTS, "from time import sleep\n"),
+    (busy_waits, TESTS, "while not holds():\n    pass\n"),
+    (busy_waits, TESTS, "while status == 503:\n    status = (await client.get('/ready')).status_code\n"),
+    (imports_from_tests, LIBRARY + TESTS, "from tests.model.te" + "st_pages import owned_bytes\n"),
+    (imports_from_tests, LIBRARY + TESTS, "    import tests.te" + "st_cli\n"),
     (forgetful_waits, LIBRARY + TESTS, "await asyncio.wait_for(f(), 1)\n"),
     (forgetful_waits, LIBRARY + TESTS, "psutil.wait_procs([p], timeout=20)\n"),
     (
@@ -248,6 +276,8 @@ def test_a_tidy_sample_breaks_no_rule() -> None:
         swallowed,
         numpy_random,
         sleeps,
+        busy_waits,
+        imports_from_tests,
         forgetful_waits,
         numbered_columns,
     ):

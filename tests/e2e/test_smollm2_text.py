@@ -86,9 +86,8 @@ def test_masks_over_the_real_vocabulary_lead_to_what_the_schema_says(seed: int) 
         "required": ["city", "n"], "additionalProperties": False,
     }  # fmt: skip
     text, rng = schema_grammar(schema), np.random.default_rng(seed)
-    constraint = None
-    while constraint is None:
-        constraint = grammars.open(text)
+    while (constraint := grammars.open(text)) is None:
+        grammars._compiled[text].result()
     out: list[int] = []
     for _ in range(200):
         masks, reasons = grammars.masks([constraint])

@@ -19,7 +19,7 @@ import pytest
 from tests.model.tiny import VOCAB, save
 from tests.server.processes import Running, started
 from tests.server.random_adapters import write_adapter
-from tests.waiting import run
+from tests.waiting import pause, run
 
 from loraplex import LLM, SamplingParams
 from loraplex.api import RequestOutput
@@ -141,6 +141,7 @@ async def idle(server: Running) -> dict[str, Any]:
         loads = figures["loads"]
         if not figures["requests"]["live"] and not loads["under_way"] and not loads["wanted"]:
             return figures
+        await pause()
 
 
 def test_two_hundred_adapters_over_a_pool_of_twenty(tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_two_hundred_adapters_over_a_pool_of_twenty(tmp_path: Path) -> None:
             for alias in aliases:
                 assert (await server.http.delete(f"/v1/adapters/{alias}")).status_code == 200
             while (await figures_of(server))["adapters"]:
-                pass
+                await pause()
             emptied = await figures_of(server)
             assert emptied["pages"]["free"] == pages
             assert emptied["host"]["used_bytes"] == 0

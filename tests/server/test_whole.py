@@ -16,7 +16,7 @@ from tests.process import engines
 from tests.server.processes import ROOT
 from tests.server.tiny_server import write_adapter
 from tests.server.whole_server import BASE, whole
-from tests.waiting import run
+from tests.waiting import pause, run
 
 pytestmark = pytest.mark.e2e
 
@@ -33,6 +33,7 @@ def test_a_killed_engine_ends_streams_with_an_error_and_serves_again(tmp_path: P
             assert died.value.code == "engine_died"
             status = 503
             while status == 503:
+                await pause()
                 status = (await client.server.http.get("/ready")).status_code
             assert (await client.stream([70, 71], 3)) is not None
             answer = await client.openai.completions.create(model=BASE, prompt=[70, 71], max_tokens=4)
@@ -60,7 +61,7 @@ def test_the_engine_s_events_are_figures_that_outlive_it(tmp_path: Path) -> None
 
             async def counted(count: int) -> None:
                 while await ended() < count:
-                    pass
+                    await pause()
                 assert await ended() == count
 
             await ask_until(1)
@@ -68,6 +69,7 @@ def test_the_engine_s_events_are_figures_that_outlive_it(tmp_path: Path) -> None
             os.kill(client.engine, signal.SIGKILL)
             body, status = {"model": BASE, "prompt": [70, 71], "max_tokens": 4}, 503
             while status == 503:  # what is answered again, another engine answers
+                await pause()
                 status = (await client.server.http.post("/v1/completions", json=body)).status_code
             assert status == 200
             await counted(3)
@@ -137,14 +139,14 @@ def test_a_client_that_leaves_costs_nothing(tmp_path: Path) -> None:
             assert await client.live() == 4
             await streams[0].close()
             while await client.live() > 3:
-                pass
+                await pause()
             for stream in streams[1:]:
                 await stream.close()
             waiting = asyncio.ensure_future(
                 client.openai.completions.create(model=BASE, prompt=[engines.MUTE, 1], max_tokens=1_000_000)
             )
             while not await client.live():
-                pass
+                await pause()
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
             await client.idle()

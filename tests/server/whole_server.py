@@ -13,6 +13,7 @@ from tests.process import engines
 from tests.server.processes import Running, started
 from tests.server.tiny_server import write_model
 from tests.text.tiny_text import byte_tokenizer, write_folder
+from tests.waiting import pause
 
 BASE = "tiny"
 
@@ -33,7 +34,7 @@ class Whole:
     async def idle(self) -> None:
         """Wait until the engine holds none."""
         while await self.live():
-            pass
+            await pause()
 
     async def stream(self, prompt: list[int], max_tokens: int, **options: Any) -> Any:
         """Begin a streamed completion."""
