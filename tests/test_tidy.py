@@ -161,11 +161,19 @@ def busy_waits(source: str) -> list[str]:
 
 
 def imports_from_tests(source: str) -> list[str]:
-    """What several tests need lives in a helper module; `import_module` and code in strings count too."""
+    """What several tests need lives in a helper module. Programs that a test keeps in a string are read too."""
+    named = [
+        (node.lineno, f"{getattr(node, 'module', '')}.{alias.name}")
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    ]
+    written = re.compile(r"\bfrom (tests\.[\w.]+) import")
+    named += [(n, m[1]) for n, line in enumerate(source.splitlines(), 1) for m in written.finditer(line)]
     return [
         f"line {number}: a test file is imported"
-        for number, line in enumerate(source.splitlines(), 1)
-        if re.search(r"\b(from|import|import_module\()\W*tests\.([a-z_]\w*\.)*test_", line)
+        for number, name in named
+        if re.match(r"\.?tests\..*\btest_", name)
     ]
 
 
@@ -245,7 +253,9 @@ RULES: list[tuple[Rule, list[Path], str]] = [
     (busy_waits, TESTS, "while not holds():\n    pass\n"),
     (busy_waits, TESTS, "while status == 503:\n    status = (await client.get('/ready')).status_code\n"),
     (imports_from_tests, LIBRARY + TESTS, "from tests.model.te" + "st_pages import owned_bytes\n"),
-    (imports_from_tests, LIBRARY + TESTS, "    import tests.te" + "st_cli\n"),
+    (imports_from_tests, LIBRARY + TESTS, "from tests.model import test_pages\n"),
+    (imports_from_tests, LIBRARY + TESTS, "PROGRAM = 'from tests.te" + "st_cli import main'\n"),
+    (imports_from_tests, LIBRARY + TESTS, "import tests.te" + "st_cli\n"),
     (forgetful_waits, LIBRARY + TESTS, "await asyncio.wait_for(f(), 1)\n"),
     (forgetful_waits, LIBRARY + TESTS, "psutil.wait_procs([p], timeout=20)\n"),
     (
