@@ -96,9 +96,9 @@ def decode(
             param="profile",
         )
     if model is None:
-        from loraplex.model.gguf import ensure_demo_model
+        from loraplex.model.gguf import demo_model
 
-        model = ensure_demo_model()
+        model = demo_model()
     options = DecodeOptions(
         model, tuple(_pair(text) for text in adapter), device=device, dtype=dtype, repeats=repeats, peer=peer,
         rank=rank, mixed=rank > 0, vllm=vllm,
@@ -194,9 +194,9 @@ def load(
 
             model, load_format = write_shape(LLAMA_8B, Path(name)), "dummy"
         elif model is None:
-            from loraplex.model.gguf import ensure_demo_model
+            from loraplex.model.gguf import demo_model
 
-            model = ensure_demo_model()
+            model = demo_model()
         options = LoadOptions(
             model, device=device, dtype=dtype, ranks=ranks, repeats=repeats, cold=cold, running=running, burst=burst,
             pool_gb=pool_gb, load_format=load_format,
