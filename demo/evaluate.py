@@ -157,11 +157,11 @@ async def through_server(
 def through_reference(folders: dict[str, Path], cases: dict[str, list[Case]], dtype: str) -> Run:
     """The same with transformers and PEFT, one adapter after the other."""
     from demo import reference
-    from loraplex.model.gguf import ensure_demo_model
+    from loraplex.model.gguf import demo_model
     from loraplex.model.progress import terminal_progress
 
     with terminal_progress() as progress:
-        model_folder = ensure_demo_model(progress)
+        model_folder = demo_model(progress)
     tokenizer, base = reference.load_tokenizer(model_folder), reference.load_base(model_folder, dtype)
     run = Run(f"transformers and PEFT, {dtype}", {name: Score(len(rows)) for name, rows in cases.items()})
     started = time.monotonic()

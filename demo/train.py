@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from demo import card, reference
 from demo.cases import ADAPTERS, Draft, Recipe, Task, write_heldout
 from demo.tasks import TASKS
-from loraplex.model.gguf import DEMO_BASE_NAME, ensure_demo_model
+from loraplex.model.gguf import DEMO_BASE_NAME, demo_model
 from loraplex.model.progress import terminal_progress
 
 BARE_SHARE: Final = 0.5
@@ -148,7 +148,7 @@ def main() -> None:
     task = TASKS[arguments.task]
     folder = arguments.out or ADAPTERS / task.name
     with terminal_progress() as progress:
-        model_folder = ensure_demo_model(progress)
+        model_folder = demo_model(progress)
     tokenizer = reference.load_tokenizer(model_folder)
     started = time.monotonic()
     model = train(task, reference.load_base(model_folder, arguments.dtype), tokenizer)

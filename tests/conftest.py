@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 
 def _has_gpu() -> bool:
@@ -22,6 +24,10 @@ if not _has_gpu():
 
 import pytest  # noqa: E402 - after the environment is right
 from hypothesis import settings  # noqa: E402
+
+# A helper's assertion shows its values, as a test's does. What is imported already is run without pytest.
+folders = {f"tests.{path.name}" for path in Path(__file__).parent.iterdir() if path.is_dir()}
+pytest.register_assert_rewrite(*sorted(folders - sys.modules.keys()))
 
 # No test asserts wall-clock time: an example may take long on a busy machine.
 settings.register_profile("loraplex", deadline=None)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.core.plan import PLAN_FORMAT, RESULT_FORMAT
+from tests.asserting import Sources
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = sorted((ROOT / "src").rglob("*.py"))
@@ -144,6 +145,38 @@ def sleeps(source: str) -> list[str]:
     return found
 
 
+def busy_waits(source: str) -> list[str]:
+    """A loop that only asks again takes the processor from what it waits for; `tests/waiting.py` pauses between questions."""
+
+    def only_asks(body: list[ast.stmt]) -> bool:
+        """Nothing stands in it, or one statement that takes what is awaited."""
+        alone = len(body) == 1 and isinstance(body[0], ast.Assign)
+        return _does_nothing(body) or (alone and any(isinstance(n, ast.Await) for n in ast.walk(body[0])))
+
+    return [
+        f"line {node.lineno}: a loop asks again without a pause"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.While) and only_asks(node.body)
+    ]
+
+
+def imports_from_tests(source: str) -> list[str]:
+    """What several tests need lives in a helper module. Programs that a test keeps in a string are read too."""
+    named = [
+        (node.lineno, f"{getattr(node, 'module', '')}.{alias.name}")
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    ]
+    written = re.compile(r"\bfrom (tests\.[\w.]+) import")
+    named += [(n, m[1]) for n, line in enumerate(source.splitlines(), 1) for m in written.finditer(line)]
+    return [
+        f"line {number}: a test file is imported"
+        for number, name in named
+        if re.match(r"\.?tests\..*\btest_", name)
+    ]
+
+
 def forgetful_waits(source: str) -> list[str]:
     """`asyncio.wait_for` may swallow a cancellation that comes as its work ends; psutil's wait takes exit statuses."""
     instead = {
@@ -217,6 +250,12 @@ RULES: list[tuple[Rule, list[Path], str]] = [
     (numpy_random, [path for path in LIBRARY if is_pure(path)], "from numpy.random import default_rng\n"),
     (sleeps, TESTS, "import time\ntime.sleep(1)\n"),
     (sleeps, TESTS, "from time import sleep\n"),
+    (busy_waits, TESTS, "while not holds():\n    pass\n"),
+    (busy_waits, TESTS, "while status == 503:\n    status = (await client.get('/ready')).status_code\n"),
+    (imports_from_tests, LIBRARY + TESTS, "from tests.model.te" + "st_pages import owned_bytes\n"),
+    (imports_from_tests, LIBRARY + TESTS, "from tests.model import test_pages\n"),
+    (imports_from_tests, LIBRARY + TESTS, "PROGRAM = 'from tests.te" + "st_cli import main'\n"),
+    (imports_from_tests, LIBRARY + TESTS, "import tests.te" + "st_cli\n"),
     (forgetful_waits, LIBRARY + TESTS, "await asyncio.wait_for(f(), 1)\n"),
     (forgetful_waits, LIBRARY + TESTS, "psutil.wait_procs([p], timeout=20)\n"),
     (
@@ -248,38 +287,47 @@ def test_a_tidy_sample_breaks_no_rule() -> None:
         swallowed,
         numpy_random,
         sleeps,
+        busy_waits,
+        imports_from_tests,
         forgetful_waits,
         numbered_columns,
     ):
         assert rule(sample) == []
 
 
-ASSERTING = frozenset({"raises", "warns", "fail", "assert_close", "assert_allclose", "assert_array_equal"})
+BLIND = "def test_x():\n    helper()\n"
+SEEING = "def helper():\n    assert 1\n\ndef append():\n    assert 1\n"
+RIGS = "class Quiet:\n    def check(self):\n        f()\n\nclass Loud(Quiet):\n    def check(self):\n        assert 1\n"
 
 
-def _called(node: ast.AST) -> set[str]:
-    """Names of what is called inside, without what it belongs to."""
-    calls = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
-    return {ast.unparse(call).rpartition(".")[2] for call in calls}
-
-
-def silent_tests(sources: list[str]) -> list[str]:
-    """Tests that see nothing: neither they nor a function of the tests that they call, however far, asserts anything."""
-    defined = [node for source in sources for node in functions(ast.parse(source))]
-    seeing = set(ASSERTING)
-    seeing |= {f.name for f in defined if any(isinstance(n, ast.Assert) for n in ast.walk(f))}
-    while True:
-        more = {f.name for f in defined if f.name not in seeing and _called(f) & seeing}
-        if not more:
-            return sorted({f.name for f in defined if f.name.startswith("test_")} - seeing)
-        seeing |= more
+@pytest.mark.parametrize(
+    ("test", "silent"),
+    [
+        (BLIND, True),
+        ("from tests.seeing import helper\n" + BLIND, False),
+        ("import tests.seeing as s\ndef test_x():\n    s.helper()\n", False),
+        ("from tests.rigs import helper\n" + BLIND, True),  # another one of that name
+        ("from tests.seeing import helper\ndef test_x():\n    helper = f\n    helper()\n", True),
+        ("from tests.seeing import append\ndef test_x():\n    seen = []\n    seen.append(f())\n", True),
+        ("from tests.rigs import Loud, Quiet\ndef test_x(rig: Loud):\n    rig.check()\n", False),
+        ("from tests.rigs import Loud, Quiet\ndef test_x(rig: Quiet):\n    rig.check()\n", True),
+        ("from tests.rigs import Loud, Quiet\ndef test_x():\n    rig = Quiet()\n    rig.check()\n", True),
+        ("from tests.seeing import helper\ndef test_x():\n    run(helper)\n", False),
+        ("import pytest\ndef test_x():\n    with pytest.raises(E):\n        f()\n", False),
+        ("def test_x(helper):\n    helper()\n", True),
+        ("def test_x(checked):\n    checked()\n", False),
+    ],
+)
+def test_a_planted_test_that_sees_nothing_is_found(test: str, silent: bool) -> None:
+    """Names of what asserts elsewhere in the tests help it nothing."""
+    fixtures = "def checked():\n    def run():\n        assert 1\n    return run\n"
+    sources = {"tests.seeing": SEEING, "tests.rigs": RIGS, "tests.conftest": fixtures, "tests.test_a": test}
+    assert Sources(sources).silent() == ["tests.test_a: test_x"] * silent
 
 
 def test_every_test_sees_something() -> None:
-    blind = "def helper():\n    f()\n\n\ndef test_x():\n    helper()\n"
-    assert silent_tests([blind]) == ["test_x"]
-    assert silent_tests([blind, "def f():\n    assert 1\n"]) == []
-    assert silent_tests([path.read_text(encoding="utf-8") for path in TESTS]) == []
+    sources = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in TESTS}
+    assert Sources({name: path.read_text(encoding="utf-8") for name, path in sources.items()}).silent() == []
 
 
 def test_modules_are_named_after_what_they_own() -> None:

@@ -13,6 +13,8 @@ from typing import Protocol
 import psutil
 
 LIMIT_S = 280.0
+PAUSE_S = 0.005
+"""Between two questions: what is waited for needs the processor more than who asks."""
 
 
 class Owner(Protocol):
@@ -36,7 +38,12 @@ def until(holds: Callable[[], bool]) -> None:
     """Wait until something holds that another process brings about."""
     pause = threading.Event()
     while not holds():
-        pause.wait(0.005)
+        pause.wait(PAUSE_S)
+
+
+async def pause() -> None:
+    """Between two questions of a loop that asks a server until its answer is the right one."""
+    await asyncio.sleep(PAUSE_S)
 
 
 def pid_of(owner: Owner) -> int:

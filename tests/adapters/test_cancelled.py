@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.adapters.test_adapters import key
-from tests.adapters.test_adapters_shared import Server, run
-from tests.adapters.test_controls import pins
+from tests.adapters.shared_catalog import Server, run
+from tests.adapters.stand_ins import key, pins
 from tests.catalog.names import named
 
 from loraplex.adapters.unbroken import Unbroken

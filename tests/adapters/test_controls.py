@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.adapters.test_adapters import Engine, Preparing, key, run
+from tests.adapters.stand_ins import Engine, Preparing, key, pins, run
 from tests.catalog.names import named
 
 from loraplex.adapters.manager import AdapterService
@@ -11,10 +11,6 @@ from loraplex.core.errors import CallerError, CapacityError, ErrorCode
 from loraplex.core.messages import LoadAdapter, PinAdapter, RevokeAdapter, SetLimits
 
 FULL = CapacityError(ErrorCode.POOL_EXHAUSTED, "no room beside the old revision")
-
-
-def pins(engine: Engine) -> list[tuple[str, bool]]:
-    return [(m.key, m.pinned) for m in engine.asked if isinstance(m, PinAdapter)]
 
 
 def test_the_new_revision_is_beside_the_old_one_before_the_alias_moves() -> None:

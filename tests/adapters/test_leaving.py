@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.adapters.test_adapters import Engine, Preparing, key, run
+from tests.adapters.stand_ins import Engine, Preparing, key, run
 from tests.catalog.names import named
 from tests.waiting import LIMIT_S
 

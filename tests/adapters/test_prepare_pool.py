@@ -11,9 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from safetensors.torch import save_file
 from tests.adapters import deadly
-from tests.artifact.tiny import tiny_model, write_lora
+from tests.artifact.tiny import write_base, write_lora
 from tests.catalog.remotes import WebServer
 from tests.waiting import LIMIT_S, pid_of, run, until_gone
 
@@ -25,14 +24,6 @@ from loraplex.build.base_model import BaseModel, describe_base
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.limits import MAX_DOWNLOADS
 from loraplex.images.disk_store import ImageStore
-
-
-def write_base(folder: Path) -> Path:
-    model = tiny_model()
-    model.config.save_pretrained(folder)
-    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors")
-    return folder
 
 
 def serve(folder: Path, test: Callable[[PreparePool, BaseModel], Awaitable[None]]) -> None:

@@ -136,3 +136,11 @@ def edit_config(folder: Path, edit: Any) -> None:
     """Rewrite the configuration of an adapter folder through `edit(dict) -> dict`."""
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+
+
+def write_base(folder: Path) -> Path:
+    model = tiny_model()
+    model.config.save_pretrained(folder)
+    tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder

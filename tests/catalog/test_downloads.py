@@ -250,7 +250,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 def test_a_full_store_is_cleared_for_the_server_before_it_refuses(tmp_path: Path, web: WebServer) -> None:
-    from tests.adapters.test_prepare_pool import write_base
+    from tests.artifact.tiny import write_base
 
     from loraplex.adapters.preparation import Preparation
     from loraplex.adapters.prepare_pool import PreparePool

@@ -13,6 +13,7 @@ from tests.catalog import killed, postgres
 from tests.catalog.conftest import Opener
 from tests.catalog.make import draft
 from tests.catalog.names import named
+from tests.waiting import until
 
 from loraplex.catalog.audit import audit
 from loraplex.catalog.changes import Mode
@@ -143,8 +144,8 @@ def test_killed_in_full_flight(opened: Opener, catalog_url: str) -> None:
         process = CONTEXT.Process(target=_busy, args=(catalog_url, seed))
         process.start()
         goal = seen + 1 + seed % 7
-        while (generation := watcher.generation()) < goal:
-            pass
+        until(lambda goal=goal: watcher.generation() >= goal)
+        generation = watcher.generation()
         process.kill()
         process.join()
         seen = watcher.generation()

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.waiting import until
 
 from loraplex.catalog.locks import FileLocks
 
@@ -67,8 +68,8 @@ def test_processes_take_turns_and_leave_nothing(tmp_path: Path, folder: Path) ->
 def test_what_a_killed_process_leaves_is_removed_and_what_is_held_stays(tmp_path: Path, folder: Path) -> None:
     process = CONTEXT.Process(target=hold_for_ever, args=(str(folder), str(tmp_path / "locked")))
     process.start()
-    while not (tmp_path / "locked").exists():
-        assert process.is_alive()
+    until(lambda: (tmp_path / "locked").exists() or not process.is_alive())
+    assert process.is_alive()
     locks = FileLocks(folder)
     locks.sweep()
     with locks.attempt("a") as alone:

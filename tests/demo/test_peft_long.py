@@ -12,7 +12,7 @@ from demo.reference import load_base, with_adapter
 from loraplex import LLM, SamplingParams
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.limits import MAX_LOGPROBS
-from loraplex.model.gguf import ensure_demo_model
+from loraplex.model.gguf import demo_model
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e]
 ROOT = Path(__file__).resolve().parents[2] / "demo" / "adapters"
@@ -22,7 +22,7 @@ PROMPT = "The meeting was moved to the 3rd of March 2021, and nobody was pleased
 
 
 def test_every_demo_adapter() -> None:
-    folder = ensure_demo_model()
+    folder = demo_model()
     names = sorted(path.name for path in ROOT.iterdir() if (path / "adapter_config.json").is_file())
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1, prompt_logprobs=MAX_LOGPROBS)
     served, refused = {}, {}

@@ -8,11 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peft
 import pytest
 import torch
-from tests.model.tiny import VOCAB, reference, save
+from tests.model.tiny import reference, save
 
 from loraplex import LLM
 from loraplex.api import RequestOutput, Sample
@@ -65,11 +64,6 @@ def judge_of(name: str | None) -> Any:
         if "lora_" in parameter_name:
             parameter.data.normal_(0.0, 0.3 if name in CONFIGS else 1.0, generator=generator)
     return model.eval()
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    tokens: list[int] = np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
-    return tokens
 
 
 def open_llm(root: Path, adapters: Sequence[str] = tuple(CONFIGS), **options: Any) -> LLM:

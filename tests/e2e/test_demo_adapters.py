@@ -10,7 +10,7 @@ from demo.checkers import is_right
 from transformers import AutoTokenizer
 
 from loraplex import LLM, SamplingParams
-from loraplex.model.gguf import ensure_demo_model
+from loraplex.model.gguf import demo_model
 
 pytestmark = pytest.mark.e2e
 
@@ -20,7 +20,7 @@ CASES = 4
 
 
 def test_adapters_of_several_methods_answer_their_held_out_cases_in_one_batch() -> None:
-    model = ensure_demo_model()
+    model = demo_model()
     tokenizer = AutoTokenizer.from_pretrained(model)
     asked = [(name, case) for name in NAMES for case in read_heldout(FOLDER / name)[:CASES]]
     prompts = [

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests.e2e.judge import CONFIGS, GIB, NAMES, check_greedy, check_same, open_llm, prompt
+from tests.e2e.judge import CONFIGS, GIB, NAMES, check_greedy, check_same, open_llm
 from tests.model.tiny import POSITIONS, VOCAB
+from tests.prompts import prompt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from loraplex import LLM, SamplingParams

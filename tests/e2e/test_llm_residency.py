@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.judge import CONFIGS, check_greedy, open_llm, prompt
+from tests.e2e.judge import CONFIGS, check_greedy, open_llm
+from tests.prompts import prompt
 from tests.waiting import LIMIT_S
 
 from loraplex import LLM, SamplingParams

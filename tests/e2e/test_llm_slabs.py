@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.e2e.judge import TINY, check_greedy, judge_of, prompt
+from tests.e2e.judge import TINY, check_greedy, judge_of
+from tests.prompts import prompt
 
 from loraplex import LLM, SamplingParams
 from loraplex.cli import main

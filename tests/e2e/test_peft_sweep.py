@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.artifact.test_peft_equivalence import GENERAL, LORA
+from tests.artifact.peft_configs import GENERAL, LORA
 from tests.artifact.tiny import VOCAB, TinyTensors, save_adapter, tiny_base, tiny_model
 
 from loraplex import LLM, SamplingParams

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from loraplex import LLM, SamplingParams
-from loraplex.model.gguf import ensure_demo_model
+from loraplex.model.gguf import demo_model
 
 pytestmark = pytest.mark.e2e
 
@@ -40,7 +40,7 @@ PROMPTS = [
 
 def check(count: int) -> None:
     """The first `count` prompts, in one batch of ours and one by one in transformers."""
-    folder: Path = ensure_demo_model()
+    folder: Path = demo_model()
     with LLM(folder, dtype="float32", pool_gb=0.1, max_model_len=256) as llm:
         outputs = llm.generate(
             PROMPTS[:count], None, SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)

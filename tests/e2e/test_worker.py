@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.e2e.judge import CONFIGS, NAMES, check_greedy, open_llm, prompt
+from tests.e2e.judge import CONFIGS, NAMES, check_greedy, open_llm
+from tests.prompts import prompt
 
 from loraplex import LLM, SamplingParams
 from loraplex.build.engine_build import build_runner, describe_model, engine_limits, make_runner

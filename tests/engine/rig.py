@@ -21,10 +21,6 @@ VOCAB = 997
 both_depths = pytest.mark.parametrize("depth", [0, 1])
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
-
-
 def sampling(**changes: Any) -> EngineSampling:
     fields: dict[str, Any] = {
         "max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0, "repetition_penalty": 1.0,

@@ -2,97 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.engine.rig import VOCAB, Rig, both_depths, prompt
+from tests.engine.chains import Chains, chained
+from tests.engine.rig import VOCAB, Rig, both_depths
+from tests.prompts import prompt
 
-from loraplex.core.errors import CallerError, ErrorCode, InternalFault
+from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import PlanDiscarded, RequestPreempted, StepFailed
-from loraplex.core.packed import I32
-from loraplex.core.plan import BatchPlan, mask_width
+from loraplex.core.plan import BatchPlan
 from loraplex.core.plan_check import check_plan
-from loraplex.core.ports import Constraint
-from loraplex.sim.tokens import expected_tokens, next_allowed
-
-WIDTH = mask_width(VOCAB)
-
-
-def words(tokens: Sequence[int]) -> I32:
-    bits = np.zeros(WIDTH * 32, dtype=np.uint8)
-    bits[list(tokens)] = 1
-    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
-
-
-@dataclass
-class Chain:
-    """After a token t only 5 t + 1, 5 t + 2 and 5 t + 3 may come, around the vocabulary; `left` of them make it whole."""
-
-    left: int
-    last: int = 0
-    stuck: bool = False
-
-    def allowed(self) -> list[int]:
-        return [] if self.stuck else [(5 * self.last + k) % VOCAB for k in (1, 2, 3)]
-
-    def accept(self, token: int) -> bool:
-        if token not in self.allowed():
-            raise CallerError(ErrorCode.SCHEMA_UNSUPPORTED, f"{token} is not one of {self.allowed()}")
-        self.last, self.left = token, self.left - 1
-        return self.left == 0
-
-
-@dataclass
-class Chains:
-    """Grammars of a number: so many tokens. late: how often a grammar is still being compiled."""
-
-    late: int = 0
-    stuck: bool = False
-    opened: list[Chain] = field(default_factory=list)
-
-    def open(self, grammar: str) -> Constraint | None:
-        if self.late:
-            self.late -= 1
-            return None
-        if not grammar.isdigit():
-            raise CallerError(ErrorCode.SCHEMA_UNSUPPORTED, "not a number")
-        self.opened.append(Chain(int(grammar), stuck=self.stuck))
-        return self.opened[-1]
-
-    def masks(self, constraints: Sequence[Constraint]) -> tuple[I32, Sequence[str]]:
-        chains = [chain for chain in constraints if isinstance(chain, Chain)]
-        rows = [words(chain.allowed()) for chain in chains]
-        return np.stack(rows), ["" if chain.allowed() else "no way on" for chain in chains]
 
 
 def make(depth: int, grammars: Chains, **changes: int) -> Rig:
     return Rig(depth=depth, grammars=grammars, **changes)
 
 
-def chained(prompt: Sequence[int], count: int) -> list[int]:
-    """What the device draws when every token is held to the chain."""
-    tokens, chain, out = list(prompt), Chain(count), []
-    for _ in range(count):
-        drawn = expected_tokens(np.array(tokens, dtype=np.int32), 0, 1, VOCAB)[0]
-        token = next_allowed(drawn, words(chain.allowed()))
-        chain.accept(token)
-        tokens.append(token)
-        out.append(token)
-    return out
-
-
 @both_depths
 def test_output_follows_the_grammar_and_ends_with_it(depth: int) -> None:
     rig = make(depth, Chains())
-    rig.submit("held", prompt(1, 7), grammar="9", max_tokens=20)
-    rig.submit("short", prompt(2, 7), grammar="9", max_tokens=4)
+    rig.submit("held", prompt(7, 1), grammar="9", max_tokens=20)
+    rig.submit("short", prompt(7, 2), grammar="9", max_tokens=4)
     for index in range(3):
-        rig.submit(f"free{index}", prompt(3 + index, 6))
+        rig.submit(f"free{index}", prompt(6, 3 + index))
     rig.run()
-    assert rig.mailbox.tokens["held"] == chained(prompt(1, 7), 9)
-    assert rig.mailbox.tokens["short"] == chained(prompt(2, 7), 9)[:4]
+    assert rig.mailbox.tokens["held"] == chained(prompt(7, 1), 9)
+    assert rig.mailbox.tokens["short"] == chained(prompt(7, 2), 9)[:4]
     assert [e.finish_reason for e in rig.mailbox.ended["held"]] == ["stop"]
     assert [e.finish_reason for e in rig.mailbox.ended["short"]] == ["length"]
     rig.assert_answered("free0", "free1", "free2")
@@ -100,9 +37,9 @@ def test_output_follows_the_grammar_and_ends_with_it(depth: int) -> None:
 
 def test_at_depth_one_only_the_held_request_waits() -> None:
     rig = make(1, Chains(), pages=65)
-    rig.submit("held", prompt(1, 5), grammar="12", max_tokens=20)
+    rig.submit("held", prompt(5, 1), grammar="12", max_tokens=20)
     for index in range(3):
-        rig.submit(f"free{index}", prompt(3 + index, 5), max_tokens=30)
+        rig.submit(f"free{index}", prompt(5, 3 + index), max_tokens=30)
     rig.run()
     plans = [BatchPlan.unpack(plan) for plan in rig.device.plans]
     sampled = [plan for plan in plans if len(plan.samples)]
@@ -118,11 +55,11 @@ def test_at_depth_one_only_the_held_request_waits() -> None:
 def test_preemption_keeps_the_place_in_the_grammar(depth: int) -> None:
     rig = make(depth, Chains(), pages=17, growth_horizon=0)
     for index in range(6):
-        rig.submit(f"r{index}", prompt(index, 6), max_tokens=20, grammar="20" if index % 2 else None)
+        rig.submit(f"r{index}", prompt(6, index), max_tokens=20, grammar="20" if index % 2 else None)
     rig.run()
     assert any(isinstance(event, RequestPreempted) for event in rig.log.events)
     for index in range(6):
-        expected = chained(prompt(index, 6), 20) if index % 2 else rig.expected(f"r{index}")
+        expected = chained(prompt(6, index), 20) if index % 2 else rig.expected(f"r{index}")
         assert rig.mailbox.tokens[f"r{index}"] == expected
 
 
@@ -130,12 +67,12 @@ def test_preemption_keeps_the_place_in_the_grammar(depth: int) -> None:
 def test_a_discarded_plan_and_a_failed_one(depth: int) -> None:
     rig = make(depth, Chains())
     rig.faults.stale_plans |= {3}
-    rig.submit("held", prompt(1, 7), grammar="9", max_tokens=20)
+    rig.submit("held", prompt(7, 1), grammar="9", max_tokens=20)
     rig.run()
     assert any(isinstance(event, PlanDiscarded) for event in rig.log.events)
-    assert rig.mailbox.tokens["held"] == chained(prompt(1, 7), 9)
+    assert rig.mailbox.tokens["held"] == chained(prompt(7, 1), 9)
     rig.faults.fail_plans |= {rig.engine.state.launched + 3}
-    rig.submit("lost", prompt(1, 7), grammar="9", max_tokens=20)
+    rig.submit("lost", prompt(7, 1), grammar="9", max_tokens=20)
     rig.run()
     assert any(isinstance(event, StepFailed) for event in rig.log.events)
     assert [e.code for e in rig.mailbox.ended["lost"]] == ["backend_failed"]
@@ -145,27 +82,27 @@ def test_a_discarded_plan_and_a_failed_one(depth: int) -> None:
 def test_a_grammar_that_is_being_compiled_holds_nobody_up(depth: int) -> None:
     grammars = Chains(late=20)
     rig = make(depth, grammars, pages=65)
-    rig.submit("held", prompt(1, 7), grammar="5", max_tokens=20)
-    rig.submit("free", prompt(2, 7), max_tokens=6)
+    rig.submit("held", prompt(7, 1), grammar="5", max_tokens=20)
+    rig.submit("free", prompt(7, 2), max_tokens=6)
     for _ in range(12):
         rig.step()
     assert rig.mailbox.ended.get("free")
     assert "held" not in rig.mailbox.tokens
     rig.run()
     rig.assert_answered("free")
-    assert rig.mailbox.tokens["held"] == chained(prompt(1, 7), 5)
+    assert rig.mailbox.tokens["held"] == chained(prompt(7, 1), 5)
 
 
 @both_depths
 def test_refused_and_stuck_grammars_end_their_own_request(depth: int) -> None:
     grammars = Chains()
     rig = make(depth, grammars)
-    rig.submit("bad", prompt(1, 7), grammar="x")
-    rig.submit("free", prompt(2, 7))
+    rig.submit("bad", prompt(7, 1), grammar="x")
+    rig.submit("free", prompt(7, 2))
     rig.run()
     grammars.stuck = True
-    rig.submit("stuck", prompt(3, 20), grammar="5")
-    rig.submit("also", prompt(4, 7))
+    rig.submit("stuck", prompt(20, 3), grammar="5")
+    rig.submit("also", prompt(7, 4))
     rig.run()
     rig.assert_answered("free", "also")
     for name in ("bad", "stuck"):
@@ -175,15 +112,15 @@ def test_refused_and_stuck_grammars_end_their_own_request(depth: int) -> None:
 
 def test_an_engine_without_grammars_refuses() -> None:
     rig = Rig()
-    rig.submit("r", prompt(1, 7), grammar="5")
+    rig.submit("r", prompt(7, 1), grammar="5")
     rig.run()
     assert [e.code for e in rig.mailbox.ended["r"]] == ["unsupported_option"]
 
 
 def masked_plan() -> BatchPlan:
     rig = make(0, Chains())
-    rig.submit("free", prompt(2, 7))
-    rig.submit("held", prompt(1, 7), grammar="9", max_tokens=20)
+    rig.submit("free", prompt(7, 2))
+    rig.submit("held", prompt(7, 1), grammar="9", max_tokens=20)
     rig.run()
     plans = [BatchPlan.unpack(plan) for plan in rig.device.plans]
     return next(plan for plan in plans if plan.mask_samples.size and len(plan.samples) == 2)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tests.engine.rig import both_depths, prompt
+from tests.engine.rig import both_depths
 from tests.engine.slow import SlowRig, make_cold
+from tests.prompts import prompt
 
 from loraplex.core.events import (
     PrefetchReleased,
@@ -31,15 +32,15 @@ def test_pins_hold_and_what_they_make_impossible_is_refused(depth: int) -> None:
     assert rig.body(second)["pinned"] is True
     assert rig.code(third) == "pool_exhausted"
     assert {rig.state_of("a"), rig.state_of("b")} <= {AdapterState.PUBLISHED, AdapterState.IDLE}
-    rig.submit("cannot", prompt(1, 4), "c")
-    rig.submit("can", prompt(1, 4), "a", max_tokens=4)
-    rig.submit("never", prompt(1, 60), "c", max_tokens=4)
+    rig.submit("cannot", prompt(4, 1), "c")
+    rig.submit("can", prompt(4, 1), "a", max_tokens=4)
+    rig.submit("never", prompt(60, 1), "c", max_tokens=4)
     rig.run()
     assert rig.mailbox.ended["cannot"][0].code == "pool_exhausted"  # 429: unpinning helps
     assert rig.mailbox.ended["never"][0].code == "request_exceeds_pool"  # 400: nothing helps
     rig.assert_answered("can")
     rig.call(PinAdapter, "a", False)
-    rig.submit("now", prompt(1, 4), "c", max_tokens=4)
+    rig.submit("now", prompt(4, 1), "c", max_tokens=4)
     rig.run()
     rig.assert_answered("now")
     assert rig.state_of("b") in (AdapterState.PUBLISHED, AdapterState.IDLE)
@@ -54,10 +55,10 @@ def test_a_pin_that_would_end_requests_under_way_is_refused(depth: int) -> None:
     rig.register("a", 6)
     rig.register("b", 6)
     rig.run()
-    rig.submit("long", prompt(1, 8), max_tokens=30)
+    rig.submit("long", prompt(8, 1), max_tokens=30)
     for _ in range(5):
         rig.step()
-    rig.submit("waits", prompt(2, 20), "b", max_tokens=4)
+    rig.submit("waits", prompt(20, 2), "b", max_tokens=4)
     rig.step()
     refused = rig.call(PinAdapter, "a", True)
     rig.run()
@@ -72,7 +73,7 @@ def test_a_shadow_load_evicts_or_is_refused_with_the_shortfall(depth: int) -> No
     rig.register("old", 6)
     rig.register("new", 6)
     rig.run()
-    rig.submit("r", prompt(1, 4), "old", max_tokens=12)
+    rig.submit("r", prompt(4, 1), "old", max_tokens=12)
     rig.until("old", AdapterState.ACTIVE)
     call = rig.call(LoadAdapter, "new")
     for _ in range(8):
@@ -94,7 +95,7 @@ def test_a_prefetch_takes_only_what_no_admitted_request_will_want(depth: int) ->
     rig.register("b", 9)
     rig.run()
     make_cold(rig, "a", "b")
-    rig.submit("grows", prompt(1, 4), max_tokens=32)
+    rig.submit("grows", prompt(4, 1), max_tokens=32)
     for _ in range(3):
         rig.step()
     refused = rig.call(PrefetchAdapter, "b")
@@ -110,7 +111,7 @@ def test_a_prefetch_takes_only_what_no_admitted_request_will_want(depth: int) ->
     used = rig.call(PrefetchAdapter, "a")
     rig.run()
     assert rig.body(used)["state"] == "published"
-    rig.submit("r", prompt(2, 4), "a", max_tokens=2)
+    rig.submit("r", prompt(4, 2), "a", max_tokens=2)
     rig.run()
     released = [e for e in rig.log.events if isinstance(e, PrefetchReleased) and e.used]
     assert [e.adapter for e in released][-1] == "a"
@@ -125,7 +126,7 @@ def test_adapters_of_waiting_requests_are_loaded_ahead(depth: int) -> None:
     rig.run()
     make_cold(rig, "a", "b", "c")
     for index, key in enumerate("abc"):
-        rig.submit(key, prompt(index, 5), key, max_tokens=20)
+        rig.submit(key, prompt(5, index), key, max_tokens=20)
     for _ in range(12):
         rig.step()
     assert rig.state_of("a") is AdapterState.ACTIVE
@@ -140,14 +141,14 @@ def test_limits_change_while_requests_run(depth: int) -> None:
     for key in "abcd":
         rig.register(key, 4)
     rig.run()
-    rig.submit("r", prompt(1, 5), "a", max_tokens=20)
+    rig.submit("r", prompt(5, 1), "a", max_tokens=20)
     rig.until("a", AdapterState.ACTIVE)
     lowered = rig.call(SetLimits, adapter_pages=0, resident_adapters=0, host_bytes=0)
     rig.step()
     body = rig.body(lowered)
     assert (body["adapter_pages_over"], body["resident_adapters_over"]) == (4, 1)
     assert rig.state_of("b") is AdapterState.ABSENT
-    rig.submit("refused", prompt(1, 5), "b")
+    rig.submit("refused", prompt(5, 1), "b")
     rig.run()
     rig.assert_answered("r")
     assert rig.mailbox.ended["refused"][0].code == "pool_exhausted"
@@ -156,7 +157,7 @@ def test_limits_change_while_requests_run(depth: int) -> None:
     assert rig.engine.state.host.used_bytes == 0
     rig.call(SetLimits, adapter_pages=8, resident_adapters=2, host_bytes=1 << 30)
     for key in "abcd":
-        rig.submit(key, prompt(3, 5), key)
+        rig.submit(key, prompt(5, 3), key)
     rig.run()
     rig.assert_answered(*"abcd")
     assert len(rig.engine.state.occupied) <= 2

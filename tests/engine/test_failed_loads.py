@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tests.engine.rig import both_depths, prompt
+from tests.engine.rig import both_depths
 from tests.engine.slow import SlowRig, make_cold
+from tests.prompts import prompt
 
 from loraplex.core import limits
 from loraplex.core.events import (
@@ -25,7 +26,7 @@ def test_a_failed_load_is_tried_again_with_the_same_place_in_the_queue(depth: in
     rig.run()
     make_cold(rig, "a")
     rig.device.held = True
-    rig.submit("r", prompt(1, 5), "a")
+    rig.submit("r", prompt(5, 1), "a")
     rig.until("a", AdapterState.LOADING)
     rig.step()
     rig.step()
@@ -59,15 +60,15 @@ def test_after_the_last_attempt_those_who_wait_hear_of_it_and_later_ones_are_ser
     number = adapter_number(digest_words(rig.kernel_digest("bad")))
     rig.faults.torn_copies.add(number)
     for name in ("r1", "r2", "r3"):
-        rig.submit(name, prompt(1, 5), "bad")
-    rig.submit("s", prompt(2, 5), "good")
+        rig.submit(name, prompt(5, 1), "bad")
+    rig.submit("s", prompt(5, 2), "good")
     rig.run()
     assert {rig.mailbox.ended[f"r{i}"][0].code for i in (1, 2, 3)} == {"adapter_load_failed"}
     rig.assert_answered("s")
     attempts = [e for e in rig.log.events if isinstance(e, LoadFailed)]
     assert [e.attempt for e in attempts] == list(range(1, limits.MAX_LOAD_ATTEMPTS + 1))
     rig.faults.torn_copies.clear()
-    rig.submit("again", prompt(1, 5), "bad")
+    rig.submit("again", prompt(5, 1), "bad")
     rig.run()
     rig.assert_answered("again")
 
@@ -84,12 +85,12 @@ def test_victims_come_back_under_a_fresh_generation_when_the_load_fails(depth: i
         rig.run()
     old = rig.engine.state.adapters["b"].generation
     rig.device.held = True
-    rig.submit("r", prompt(1, 4), "c", max_tokens=1)
+    rig.submit("r", prompt(4, 1), "c", max_tokens=1)
     rig.until("c", AdapterState.LOADING)
     rig.step()
     rig.step()
     assert rig.state_of("b") is AdapterState.RETIRING
-    rig.submit("late", prompt(2, 4), "b", max_tokens=1)  # waits: its pages may be overwritten
+    rig.submit("late", prompt(4, 2), "b", max_tokens=1)  # waits: its pages may be overwritten
     rig.step()
     slot, generation, _ = rig.device.ended.pop()
     rig.device.extra = [[slot, generation, 0]]
@@ -111,7 +112,7 @@ def test_a_failed_restoration_leaves_the_victim_absent_and_pages_conserved(depth
     rig.register("c", pages=6)
     rig.run()
     rig.device.held = True
-    rig.submit("r", prompt(1, 4), "c", max_tokens=1)
+    rig.submit("r", prompt(4, 1), "c", max_tokens=1)
     rig.until("c", AdapterState.LOADING)
     for _ in range(2):  # the copy of c, then the restoration of b
         while not rig.device.ended:

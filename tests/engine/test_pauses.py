@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.engine.rig import Rig, both_depths, prompt
+from tests.engine.chains import Chains, chained
+from tests.engine.rig import Rig, both_depths
 from tests.engine.slow import SlowRig
-from tests.engine.test_constraints import Chains, chained
+from tests.prompts import prompt
 
 from loraplex.engine.admission import MAX_SKIPS
 from loraplex.engine.deltas import digest_words
@@ -20,18 +21,18 @@ LATE = 20
 def test_a_step_that_only_a_grammar_could_move_on_pauses(depth: int) -> None:
     grammars = Chains(late=LATE)
     rig = Rig(depth=depth, grammars=grammars)
-    rig.submit("held", prompt(1, 7), grammar="5", max_tokens=20)
+    rig.submit("held", prompt(7, 1), grammar="5", max_tokens=20)
     rig.run()
     # The first step takes the message, the second finds nothing to do; from the third on that is known beforehand.
     assert rig.mailbox.pauses == LATE - 1
     for _ in range(3):
         rig.step()  # nothing is open: such a step waits for a message, if it is told to
     grammars.late = 3
-    rig.submit("later", prompt(1, 7), grammar="5", max_tokens=20)
-    rig.submit("free", prompt(2, 7), max_tokens=30)
+    rig.submit("later", prompt(7, 1), grammar="5", max_tokens=20)
+    rig.submit("free", prompt(7, 2), max_tokens=30)
     rig.run()
     assert rig.mailbox.pauses == LATE - 1  # somebody ran all the time
-    assert rig.mailbox.tokens["held"] == rig.mailbox.tokens["later"] == chained(prompt(1, 7), 5)
+    assert rig.mailbox.tokens["held"] == rig.mailbox.tokens["later"] == chained(prompt(7, 1), 5)
 
 
 @both_depths
@@ -51,7 +52,7 @@ def test_the_pause_before_a_retry_is_no_busy_one_and_makes_nobody_wait(depth: in
         rig.loader.fail[digest] = "adapter_load_failed"
     else:
         rig.faults.torn_copies.add(adapter_number(digest_words(digest)))
-    rig.submit("r", prompt(1, 5), "a")
+    rig.submit("r", prompt(5, 1), "a")
     while not entry.failures:
         rig.step()
     rig.loader.fail.clear()
@@ -62,7 +63,7 @@ def test_the_pause_before_a_retry_is_no_busy_one_and_makes_nobody_wait(depth: in
     assert rig.mailbox.pauses - before > MAX_SKIPS
     assert rig.clock.now < entry.retry_at_ns
     assert state.records["r"].skipped == 0
-    rig.submit("younger", prompt(2, 5))
+    rig.submit("younger", prompt(5, 2))
     rig.step()
     assert state.records["younger"].phase is Phase.RUNNING
     rig.run()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.engine.rig import both_depths, prompt
+from tests.engine.rig import both_depths
 from tests.engine.slow import SlowRig, make_cold
+from tests.prompts import prompt
 
 from loraplex.core import limits
 from loraplex.core.events import (
@@ -30,8 +31,8 @@ def test_a_copy_held_open_for_a_thousand_steps_holds_nobody_up(depth: int) -> No
     rig = SlowRig(depth=depth, pages=400, max_model_len=1200, token_budget=64)
     rig.device.held = True
     rig.register("cold")
-    rig.submit("runs", prompt(1, 5), max_tokens=1000)
-    rig.submit("waits", prompt(2, 5), "cold")
+    rig.submit("runs", prompt(5, 1), max_tokens=1000)
+    rig.submit("waits", prompt(5, 2), "cold")
     for _ in range(4):
         rig.step()
     before = len(rig.mailbox.tokens["runs"])
@@ -67,7 +68,7 @@ def test_a_reported_copy_that_is_not_under_way_changes_nothing(depth: int) -> No
     rig.run()
     slot, generation = 1, rig.engine.state.adapters["a"].generation
     rig.device.extra = [[slot, generation, 1], [slot, generation + 5, 0], [3, 1, 1]]
-    rig.submit("r", prompt(1, 5), "a")
+    rig.submit("r", prompt(5, 1), "a")
     rig.run()
     rig.assert_answered("r")
     assert len([e for e in rig.log.events if isinstance(e, CopyIgnored)]) == 3
@@ -89,8 +90,8 @@ def test_a_request_cancelled_in_any_state_of_its_load_leaves_nothing(depth: int,
     rig.loader.held = when == "absent"
     rig.device.held = when in ("reserved", "loading")
     for key in others:  # as many copies as a backend is given: the next one waits for its turn
-        rig.submit(key, prompt(1, 5), key)
-    rig.submit("r", prompt(1, 5), "a", max_tokens=30)
+        rig.submit(key, prompt(5, 1), key)
+    rig.submit("r", prompt(5, 1), "a", max_tokens=30)
     if when == "absent":
         for _ in range(5):
             rig.step()
@@ -103,7 +104,7 @@ def test_a_request_cancelled_in_any_state_of_its_load_leaves_nothing(depth: int,
     rig.run()
     resident = sum(int(entry.pages.size) for entry in rig.engine.state.adapters.values())
     assert rig.free + resident == rig.engine.state.pool.usable
-    rig.submit("next", prompt(3, 5), "a")
+    rig.submit("next", prompt(5, 3), "a")
     rig.run()
     rig.assert_answered("next")
 
@@ -115,7 +116,7 @@ def cold_beside_a_running_one(keys: list[str], **sizes: int) -> SlowRig:
         rig.register(key)
     rig.run()
     make_cold(rig, *keys)
-    rig.submit("running", prompt(9, 5), max_tokens=40)
+    rig.submit("running", prompt(5, 9), max_tokens=40)
     while not rig.mailbox.tokens.get("running"):
         rig.step()
     rig.device.held = True
@@ -130,7 +131,7 @@ def test_a_step_with_rows_starts_so_many_copies(depth: int, starts: int, in_flig
         keys, depth=depth, pages=120, copy_starts=starts, copies_in_flight=in_flight
     )
     for index, key in enumerate(keys):
-        rig.submit(f"r{index}", prompt(index, 5), key)
+        rig.submit(f"r{index}", prompt(5, index), key)
     started = []
     for _ in range(6):
         rig.step()
@@ -155,7 +156,7 @@ def test_a_step_with_rows_starts_one_copy_that_no_request_waits_for(depth: int) 
         started.append(sum(job.started for job in rig.engine.state.loads.values()))
     assert set(np.diff([0, *started])) <= {0, 1}
     for index, key in enumerate(keys[4:]):
-        rig.submit(f"r{index}", prompt(index, 5), key)
+        rig.submit(f"r{index}", prompt(5, index), key)
     for _ in range(8):
         rig.step()
     assert all(job.started for job in rig.engine.state.loads.values())
@@ -171,7 +172,7 @@ def test_cold_requests_in_every_step_keep_no_pin_waiting(depth: int) -> None:
     rig = cold_beside_a_running_one(keys, depth=depth, pages=160, copy_starts=4, copies_in_flight=8)
     rig.call(PinAdapter, keys[-1], pinned=True)
     for index, key in enumerate(keys[:-1]):
-        rig.submit(f"r{index}", prompt(index, 5), key)
+        rig.submit(f"r{index}", prompt(5, index), key)
         rig.step()
     started = {job.entry.key for job in rig.engine.state.loads.values() if job.started}
     assert {keys[-1], *keys[:3]} <= started
@@ -189,11 +190,11 @@ def test_removal_and_revocation_in_any_state(depth: int, when: str, how: type[En
     rig.loader.held = when == "absent"
     rig.device.held = when == "loading"
     rig.register("a")
-    rig.submit("r", prompt(1, 5), "a", max_tokens=12)
+    rig.submit("r", prompt(5, 1), "a", max_tokens=12)
     for _ in range(6):
         rig.step()
     call = rig.call(how, "a")
-    rig.submit("refused", prompt(2, 5), "a")
+    rig.submit("refused", prompt(5, 2), "a")
     rig.step()
     assert rig.mailbox.ended["refused"][0].code == "adapter_not_found"
     rig.loader.held = rig.device.held = False
@@ -216,7 +217,7 @@ def test_the_host_tier_is_bounded_and_every_request_is_served(depth: int) -> Non
         rig.register(f"a{index}", pages=3)
     rig.run()
     for index in range(36):
-        rig.submit(f"r{index}", prompt(index, 5), f"a{(index * 5) % 12}", max_tokens=4)
+        rig.submit(f"r{index}", prompt(5, index), f"a{(index * 5) % 12}", max_tokens=4)
         rig.step()
         host = rig.engine.state.host
         host.check()
@@ -247,7 +248,7 @@ def test_random_calls_copies_and_faults_end_in_balance(depth: int, seed: int) ->
     for index in range(80):
         key = keys[int(rng.zipf(1.4)) % len(keys)]
         rig.submit(
-            f"r{index}", prompt(seed * 100 + index, int(rng.integers(1, 16))), key if rng.random() < 0.8 else None,
+            f"r{index}", prompt(int(rng.integers(1, 16)), seed * 100 + index), key if rng.random() < 0.8 else None,
             max_tokens=int(rng.integers(1, 16)),
         )  # fmt: skip
         match int(rng.integers(0, 9)):
@@ -307,7 +308,7 @@ def test_plans_carry_copies_only_past_their_fence() -> None:
 
     rig.device.on_plan = watch
     for index in range(24):
-        rig.submit(f"r{index}", prompt(index, 5), f"a{index % 6}", max_tokens=6)
+        rig.submit(f"r{index}", prompt(5, index), f"a{index % 6}", max_tokens=6)
         rig.step()
     rig.run()
     rig.assert_answered(*rig.prompts)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
-from tests.engine.rig import VOCAB, both_depths
+from tests.engine.rig import both_depths
 from tests.engine.slow import SlowRig, make_cold
+from tests.prompts import prompt
 
 from loraplex.core.events import AdapterTransition, LoadFailed, PrefetchReleased
 from loraplex.core.layout import KvShape, block_bytes
@@ -19,10 +20,6 @@ from loraplex.telemetry.engine_metrics import EngineMetrics
 
 TOKENS = 64
 """Positions of a page, so that it has blocks of every size class."""
-
-
-def prompt(seed: int, length: int = 5) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
 
 
 class SlabRig(SlowRig):
@@ -68,7 +65,7 @@ def test_hundreds_of_small_adapters_are_served_from_a_pool_of_six_pages(depth: i
         rig.small(f"a{index}", 5 + index % 2)
     most = 0
     for index, adapter in enumerate([*rng.permutation(200), *rng.permutation(200)[:60]]):
-        rig.submit(f"r{index}", prompt(index), f"a{adapter}" if index % 5 else None, max_tokens=3)
+        rig.submit(f"r{index}", prompt(5, index), f"a{adapter}" if index % 5 else None, max_tokens=3)
         rig.step()
         most = max(most, len(rig.engine.state.occupied))
         assert rig.engine.state.adapter_pages == rig.engine.state.pool.slabs.pages <= 6
@@ -84,13 +81,13 @@ def test_neighbours_run_while_blocks_beside_theirs_are_filled_and_freed(depth: i
     """One adapter serves without a break; seven others come and go in the same page, swapped again and again."""
     rig = SlabRig(depth=depth, pages=4, max_adapter_slots=9, beside=True)
     rig.small("stays", 3)
-    rig.submit("long", prompt(1), "stays", max_tokens=50)
-    rig.submit("base", prompt(2), None, max_tokens=50)
+    rig.submit("long", prompt(5, 1), "stays", max_tokens=50)
+    rig.submit("base", prompt(5, 2), None, max_tokens=50)
     pages = set()
     for turn in range(40):
         key = f"b{turn}"
         rig.small(key, 3)
-        rig.submit(f"r{turn}", prompt(turn), key, max_tokens=2)
+        rig.submit(f"r{turn}", prompt(5, turn), key, max_tokens=2)
         while f"r{turn}" not in rig.mailbox.ended:
             rig.step()
         if rig.engine.state.adapters[key].block is not None:
@@ -112,7 +109,7 @@ def test_plans_say_which_block_and_no_two_of_a_page_are_the_same() -> None:
     rig.device.on_plan = watch
     for index in range(16):
         rig.small(f"a{index}", 4)
-        rig.submit(f"r{index}", prompt(index), f"a{index}", max_tokens=2)
+        rig.submit(f"r{index}", prompt(5, index), f"a{index}", max_tokens=2)
     rig.run()
     rig.assert_answered(*rig.prompts)
     assert sorted(places) == [(places[0][0], 4, index) for index in range(16)]
@@ -123,14 +120,14 @@ def test_a_torn_copy_into_a_victims_block_leaves_neighbours_and_restores_the_vic
     rig = SlabRig(depth=depth, pages=3, adapter_pages=1, growth_horizon=0)
     for key in ("a", "b", "c", "d"):
         rig.small(key, 2)
-        rig.submit(f"warm {key}", prompt(3), key, max_tokens=2)
+        rig.submit(f"warm {key}", prompt(5, 3), key, max_tokens=2)
     rig.run()
     before = {key: rig.engine.state.adapters[key].block for key in "bcd"}
-    rig.submit("neighbour", prompt(5), "b", max_tokens=30)
+    rig.submit("neighbour", prompt(5, 5), "b", max_tokens=30)
     rig.until("b", AdapterState.ACTIVE)
     rig.device.faults.fate = lambda _: (CopyFate.TORN, 1)
     rig.small("e", 2)
-    rig.submit("newcomer", prompt(6), "e", max_tokens=3)
+    rig.submit("newcomer", prompt(5, 6), "e", max_tokens=3)
     victims = rig.retired()
     assert victims == []
     while not any(isinstance(event, LoadFailed) for event in rig.log.events):
@@ -151,15 +148,15 @@ def test_growth_takes_a_whole_slab_and_its_adapters_come_back(depth: int) -> Non
     rig = SlabRig(depth=depth, pages=4, max_model_len=256)
     for key in ("a", "b", "c"):
         rig.small(key)
-        rig.submit(f"warm {key}", prompt(3), key, max_tokens=2)
+        rig.submit(f"warm {key}", prompt(5, 3), key, max_tokens=2)
     rig.run()
     assert rig.engine.state.pool.slabs.pages == 1
-    rig.submit("long", prompt(4, 60), None, max_tokens=130)
+    rig.submit("long", prompt(60, 4), None, max_tokens=130)
     rig.run()
     assert all(rig.state_of(key) is AdapterState.HOST_READY for key in "abc")
     assert rig.engine.state.pool.slabs.pages == 0
     for key in ("a", "b", "c"):
-        rig.submit(f"again {key}", prompt(8), key, max_tokens=4)
+        rig.submit(f"again {key}", prompt(5, 8), key, max_tokens=4)
     rig.run()
     rig.assert_answered(*rig.prompts)
     assert len({rig.page_of(key) for key in "abc"}) == 1
@@ -170,17 +167,17 @@ def test_a_slab_with_a_neighbour_in_use_gives_no_page() -> None:
     rig.small("idle")
     rig.small("pinned")
     rig.call(PinAdapter, "pinned", True)
-    rig.submit("warm", prompt(3), "idle", max_tokens=2)
+    rig.submit("warm", prompt(5, 3), "idle", max_tokens=2)
     rig.run()
     assert rig.page_of("idle") == rig.page_of("pinned")
-    rig.submit("long", prompt(4, 60), None, max_tokens=20)
+    rig.submit("long", prompt(60, 4), None, max_tokens=20)
     rig.run()
     (ended,) = rig.mailbox.ended["long"]
     assert ended.code == "pool_exhausted"  # two pages are needed, the pin holds one of the two that there are
     assert rig.state_of("idle") is AdapterState.IDLE
     rig.assert_answered("warm")
     rig.call(PinAdapter, "pinned", False)
-    rig.submit("longer", prompt(4, 60), None, max_tokens=20)
+    rig.submit("longer", prompt(60, 4), None, max_tokens=20)
     rig.run()
     rig.assert_answered("longer")
 
@@ -192,11 +189,11 @@ def test_pins_of_one_slab_cost_one_page_and_others_are_served_beside_them() -> N
         rig.small(key, 4 if key != "other" else 3)
     pins = [rig.call(PinAdapter, "a", True)]
     rig.until("a", AdapterState.PUBLISHED)
-    rig.submit("warm", prompt(1), "b", max_tokens=2)
+    rig.submit("warm", prompt(5, 1), "b", max_tokens=2)
     rig.run()
     pins.append(rig.call(PinAdapter, "b", True))
-    rig.submit("beside", prompt(2), "c", max_tokens=4)
-    rig.submit("never", prompt(3), "other", max_tokens=4)
+    rig.submit("beside", prompt(5, 2), "c", max_tokens=4)
+    rig.submit("never", prompt(5, 3), "other", max_tokens=4)
     rig.run()
     assert [rig.code(pin) for pin in pins] == [None, None]
     rig.assert_answered("beside")
@@ -212,7 +209,7 @@ def test_pins_that_are_not_loaded_yet_are_counted_as_packed() -> None:
     for key in keys:
         rig.small(key, 4)
     pins = [rig.call(PinAdapter, key, True) for key in keys]
-    rig.submit("base", prompt(1), None, max_tokens=3)
+    rig.submit("base", prompt(5, 1), None, max_tokens=3)
     rig.run()
     assert [rig.code(pin) for pin in pins] == [None] * 32 + ["pool_exhausted"]
     rig.assert_answered("base")
@@ -226,7 +223,7 @@ def test_a_full_class_gives_its_oldest_block_before_a_page_is_evicted() -> None:
     for key in ("a", "b", "c"):
         rig.small(key, 1)
     for key in ("whole", "a", "b", "c"):
-        rig.submit(key, prompt(1), key, max_tokens=2)
+        rig.submit(key, prompt(5, 1), key, max_tokens=2)
         rig.run()
     rig.assert_answered("whole", "a", "b", "c")
     assert [rig.state_of(key).value for key in ("whole", "a", "b", "c")] == [
@@ -269,13 +266,13 @@ def test_a_shadow_load_a_removal_and_a_revocation_of_neighbours() -> None:
     for key in ("old", "new", "bad"):
         rig.small(key)
     for key in ("old", "bad"):
-        rig.submit(key, prompt(1), key, max_tokens=40)
+        rig.submit(key, prompt(5, 1), key, max_tokens=40)
     rig.until("bad", AdapterState.ACTIVE)
     shadow = rig.call(LoadAdapter, "new", "old")
     rig.until("new", AdapterState.PUBLISHED)
     rig.call(RemoveAdapter, "old")
     rig.call(RevokeAdapter, "bad")
-    rig.submit("after", prompt(2), "new", max_tokens=4)
+    rig.submit("after", prompt(5, 2), "new", max_tokens=4)
     rig.run()
     assert rig.code(shadow) is None
     rig.assert_answered("old", "after")
@@ -290,7 +287,7 @@ def test_a_plan_that_fails_gives_its_block_copies_and_scrubs_back() -> None:
     rig.device.faults.fail_plans = set(range(3, 60, 4))
     for index in range(24):
         rig.small(f"a{index}", 2)
-        rig.submit(f"r{index}", prompt(index), f"a{index}", max_tokens=3)
+        rig.submit(f"r{index}", prompt(5, index), f"a{index}", max_tokens=3)
         rig.step()
     rig.device.faults.fail_plans = set()
     rig.run()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.engine.rig import VOCAB, Rig, both_depths, prompt
+from tests.engine.rig import VOCAB, Rig, both_depths
+from tests.prompts import prompt
 
 from loraplex.core.events import AdapterTransition, PlanDiscarded, RequestPreempted, StepFailed
 from loraplex.core.messages import Abort, Finish, RemoveAdapter
@@ -13,7 +14,7 @@ from loraplex.core.messages import Abort, Finish, RemoveAdapter
 @both_depths
 def test_one_request_alone(depth: int) -> None:
     rig = Rig(depth=depth)
-    rig.submit("r", prompt(1, 5))
+    rig.submit("r", prompt(5, 1))
     rig.run()
     rig.assert_answered("r")
 
@@ -24,7 +25,7 @@ def test_mixed_adapters_and_chunked_prefill(depth: int) -> None:
     for key in "abc":
         rig.register(key)
     for index in range(8):
-        rig.submit(f"r{index}", prompt(index, 3 + 4 * index), "abc"[index % 3] if index % 4 else None)
+        rig.submit(f"r{index}", prompt(3 + 4 * index, index), "abc"[index % 3] if index % 4 else None)
     rig.run()
     rig.assert_answered(*rig.prompts)
 
@@ -33,7 +34,7 @@ def test_mixed_adapters_and_chunked_prefill(depth: int) -> None:
 def test_preemption_loses_nothing(depth: int) -> None:
     rig = Rig(depth=depth, pages=17, growth_horizon=0)
     for index in range(6):
-        rig.submit(f"r{index}", prompt(index, 6), max_tokens=20)
+        rig.submit(f"r{index}", prompt(6, index), max_tokens=20)
     rig.run()
     rig.assert_answered(*rig.prompts)
     assert any(isinstance(event, RequestPreempted) for event in rig.log.events)
@@ -46,7 +47,7 @@ def test_more_adapters_than_the_pool_holds(depth: int) -> None:
         rig.register(f"a{index}", pages=3)
     rig.run()
     for index in range(24):
-        rig.submit(f"r{index}", prompt(index, 5), f"a{index % 12}")
+        rig.submit(f"r{index}", prompt(5, index), f"a{index % 12}")
     rig.run()
     rig.assert_answered(*rig.prompts)
     moves = [e for e in rig.log.events if isinstance(e, AdapterTransition) and e.before == "retiring"]
@@ -57,9 +58,9 @@ def test_more_adapters_than_the_pool_holds(depth: int) -> None:
 def test_abort_and_finish_free_everything(depth: int) -> None:
     rig = Rig(depth=depth)
     rig.register("a")
-    rig.submit("gone", prompt(1, 6), "a", max_tokens=30)
-    rig.submit("stopped", prompt(2, 6), "a", max_tokens=30)
-    rig.submit("stays", prompt(3, 6), "a")
+    rig.submit("gone", prompt(6, 1), "a", max_tokens=30)
+    rig.submit("stopped", prompt(6, 2), "a", max_tokens=30)
+    rig.submit("stays", prompt(6, 3), "a")
     for _ in range(6):
         rig.step()
     rig.mailbox.inbox += [Abort("gone"), Finish("stopped", 2)]
@@ -72,12 +73,12 @@ def test_abort_and_finish_free_everything(depth: int) -> None:
 @both_depths
 def test_stop_token_ends_late_at_depth_one_without_extra_output(depth: int) -> None:
     rig = Rig(depth=depth)
-    rig.submit("r", prompt(4, 5), max_tokens=20)
+    rig.submit("r", prompt(5, 4), max_tokens=20)
     full = rig.expected("r")
     stop = full[7]
     rig.prompts.clear()
     rig.mailbox.inbox.clear()
-    rig.submit("s", prompt(4, 5), max_tokens=20, stop_token_ids=(stop,))
+    rig.submit("s", prompt(5, 4), max_tokens=20, stop_token_ids=(stop,))
     rig.run()
     assert rig.mailbox.tokens["s"] == full[: full.index(stop) + 1]
     assert rig.mailbox.ended["s"][0].stop_token == stop
@@ -86,12 +87,12 @@ def test_stop_token_ends_late_at_depth_one_without_extra_output(depth: int) -> N
 @both_depths
 def test_failed_step_ends_its_requests_and_no_others(depth: int) -> None:
     rig = Rig(depth=depth)
-    rig.submit("victim", prompt(1, 5), max_tokens=20)
+    rig.submit("victim", prompt(5, 1), max_tokens=20)
     rig.step()
     rig.step()
     rig.faults.fail_plans.add(rig.engine.state.launched + 1)
     rig.step()
-    rig.submit("later", prompt(2, 5))
+    rig.submit("later", prompt(5, 2))
     rig.run()
     assert [e.code for e in rig.mailbox.ended["victim"]] == ["backend_failed"]
     rig.assert_answered("later")
@@ -102,8 +103,8 @@ def test_failed_step_ends_its_requests_and_no_others(depth: int) -> None:
 def test_stale_plan_is_rebuilt_with_equal_output(depth: int) -> None:
     rig = Rig(depth=depth, pages=65)
     rig.register("a")
-    rig.submit("r", prompt(1, 9), "a", max_tokens=20)
-    rig.submit("s", prompt(2, 9), max_tokens=20)
+    rig.submit("r", prompt(9, 1), "a", max_tokens=20)
+    rig.submit("s", prompt(9, 2), max_tokens=20)
     rig.faults.stale_plans.update({1, 3, 4, 9, 14})
     rig.run()
     rig.assert_answered("r", "s")
@@ -122,14 +123,14 @@ def test_torn_copy_never_serves(depth: int) -> None:
     rig.register("good")
     rig.run()
     assert rig.mailbox.replies[call].code == "adapter_load_failed"
-    rig.submit("r", prompt(1, 5), "bad")
-    rig.submit("s", prompt(2, 5), "good")
+    rig.submit("r", prompt(5, 1), "bad")
+    rig.submit("s", prompt(5, 2), "good")
     rig.run()
     assert [e.code for e in rig.mailbox.ended["r"]] == ["adapter_not_found"]  # nothing stayed registered
     rig.assert_answered("s")
     rig.faults.torn_copies.clear()
     rig.register("bad")
-    rig.submit("again", prompt(1, 5), "bad")
+    rig.submit("again", prompt(5, 1), "bad")
     rig.run()
     rig.assert_answered("again")
 
@@ -138,11 +139,11 @@ def test_torn_copy_never_serves(depth: int) -> None:
 def test_removed_adapter_finishes_its_requests_then_leaves(depth: int) -> None:
     rig = Rig(depth=depth)
     rig.register("a")
-    rig.submit("r", prompt(1, 5), "a", max_tokens=20)
+    rig.submit("r", prompt(5, 1), "a", max_tokens=20)
     for _ in range(4):
         rig.step()
     rig.mailbox.inbox.append(RemoveAdapter(99, "a"))
-    rig.submit("refused", prompt(2, 5), "a")
+    rig.submit("refused", prompt(5, 2), "a")
     rig.step()
     assert 99 not in rig.mailbox.replies
     rig.run()
@@ -155,8 +156,8 @@ def test_removed_adapter_finishes_its_requests_then_leaves(depth: int) -> None:
 @both_depths
 def test_nan_ends_one_request_only(depth: int) -> None:
     rig = Rig(depth=depth)
-    rig.submit("first", prompt(1, 5), max_tokens=12)
-    rig.submit("second", prompt(2, 5), max_tokens=12)
+    rig.submit("first", prompt(5, 1), max_tokens=12)
+    rig.submit("second", prompt(5, 2), max_tokens=12)
     rig.faults.nan_plans.add(4)
     rig.run()
     codes = {name: rig.mailbox.ended[name][0].code for name in ("first", "second")}
@@ -168,11 +169,11 @@ def test_refusals_are_typed_and_lose_nothing(depth: int) -> None:
     rig = Rig(depth=depth, pages=9)
     rig.submit("empty", [])
     rig.submit("range", [VOCAB])
-    rig.submit("long", prompt(1, 60), max_tokens=8)
-    rig.submit("pool", prompt(1, 30), max_tokens=8)
-    rig.submit("unknown", prompt(1, 4), "nobody")
-    rig.submit("twice", prompt(1, 4))
-    rig.submit("twice", prompt(1, 4))
+    rig.submit("long", prompt(60, 1), max_tokens=8)
+    rig.submit("pool", prompt(30, 1), max_tokens=8)
+    rig.submit("unknown", prompt(4, 1), "nobody")
+    rig.submit("twice", prompt(4, 1))
+    rig.submit("twice", prompt(4, 1))
     rig.run()
     codes = {name: [e.code for e in ended] for name, ended in rig.mailbox.ended.items()}
     assert codes == {
@@ -199,7 +200,7 @@ def test_random_traffic_under_faults(depth: int, seed: int) -> None:
     aborted: set[str] = set()
     for index in range(60):
         adapter = None if rng.random() < 0.3 else keys[int(rng.zipf(1.5)) % len(keys)]
-        rig.submit(f"r{index}", prompt(seed * 100 + index, int(rng.integers(1, 20))), adapter,
+        rig.submit(f"r{index}", prompt(int(rng.integers(1, 20)), seed * 100 + index), adapter,
                    max_tokens=int(rng.integers(1, 24)))  # fmt: skip
         if rng.random() < 0.2:
             rig.faults.stale_plans.add(rig.engine.state.launched + int(rng.integers(1, 5)))

@@ -20,12 +20,11 @@ import numpy as np
 import torch
 from tests.model.cuda.adapters import GENERATION, SORTS, load_sorts
 from tests.model.cuda.world import plain_executor
-from tests.model.drive import Driver, Request
-from tests.model.test_runner import greedy, prompt
-from tests.model.test_sampler import arange, open_rows
-from tests.model.test_sampler_compiled import random_row
+from tests.model.drive import Driver, Request, greedy
+from tests.model.sampling_rows import arange, open_rows, random_row
 from tests.model.tiny import decoder, save
-from tests.ops.test_triton_lora import LIMIT, OWNERS, SINGLE, SMALL, World, run
+from tests.ops.lora_world import LIMIT, OWNERS, SINGLE, SMALL, World, run
+from tests.prompts import prompt
 
 from loraplex.model.cuda import draw_kernels, kernels
 from loraplex.model.cuda.draws import DeviceDraws

@@ -10,9 +10,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
-from tests.gpu.test_cuda_runner import HALF, Trio, device_driver, prompt, triples  # noqa: E402
+from tests.gpu.drivers import HALF, Trio, device_driver, triples  # noqa: E402
 from tests.model.cuda.adapters import GENERATION, SORTS, load_sorts, random_image  # noqa: E402
 from tests.model.drive import Driver, Request  # noqa: E402
+from tests.prompts import prompt  # noqa: E402
 from tests.sections import adapters  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -21,15 +21,7 @@ from tests.gpu.level_b import Deviations, assert_level_b, step_best  # noqa: E40
 from tests.gpu.world import GPU, cuda_executor, stream  # noqa: E402
 from tests.model.cuda.world import plain_executor  # noqa: E402
 from tests.model.drive import Driver, Request, logits_of  # noqa: E402
-from tests.model.test_methods import (  # noqa: E402
-    BASE,
-    CONFIGS,
-    check_mixed_batch,
-    driver_of,
-    load_all,
-    tuned,
-    write_folders,
-)
+from tests.model.methods import BASE, CONFIGS, check_mixed_batch, driver_of, load_all, tuned, write_folders  # noqa: E402
 from tests.model.tiny import CPU, VOCAB, decoder, reference, save  # noqa: E402
 
 from loraplex.model import executor  # noqa: E402

@@ -9,8 +9,13 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.ops.build import make_plan  # noqa: E402
-from tests.ops.test_families import DTYPES, PLANS, check, random_world  # noqa: E402
-from tests.ops.test_random_plans import sweep  # noqa: E402
+from tests.ops.random_worlds import (  # noqa: E402
+    DTYPES,
+    PLANS,
+    check,
+    random_world,
+    sweep,
+)
 
 pytestmark = pytest.mark.gpu
 SERVED = ("triton", "segmented", "gather_bmm")

@@ -15,33 +15,18 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 pytest.importorskip("flashinfer")
 
-from tests.gpu.test_cuda_runner import device_driver, prompt  # noqa: E402
+from tests.gpu.drivers import device_driver  # noqa: E402
 from tests.gpu.world import GPU  # noqa: E402
+from tests.model.copy_checks import TornOnce, check_damaged_copies, check_removal_under_load  # noqa: E402
 from tests.model.cuda.adapters import GENERATION, SORTS, load_sorts  # noqa: E402
 from tests.model.cuda.world import plain_executor  # noqa: E402
 from tests.model.drive import Request  # noqa: E402
+from tests.model.page_checks import check_open_copy, check_owned_bytes, check_warm_steps, owned_bytes  # noqa: E402
+from tests.model.rig import Rig, check_engine, check_preemption  # noqa: E402
 from tests.model.streamed import count_moved, fail_first_copies, hold_copies  # noqa: E402
-from tests.model.test_copy_faults import (  # noqa: E402
-    TornOnce,
-    check_damaged_copies,
-    check_removal_under_load,
-)
-from tests.model.test_pages import (  # noqa: E402
-    check_open_copy,
-    check_owned_bytes,
-    check_warm_steps,
-    owned_bytes,
-)
-from tests.model.test_runner_adapters import (  # noqa: E402
-    CONFIGS,
-    Rig,
-    check_engine,
-    check_preemption,
-    image,
-    loaded,
-    make_root,
-)
 from tests.model.tiny import decoder  # noqa: E402
+from tests.model.tuned import CONFIGS, image, loaded, make_root  # noqa: E402
+from tests.prompts import prompt  # noqa: E402
 
 from loraplex.model.decoder import Decoder  # noqa: E402
 

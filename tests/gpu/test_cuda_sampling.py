@@ -9,8 +9,11 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from tests.model.test_sampler import arange, open_rows  # noqa: E402
-from tests.model.test_sampler_compiled import random_row  # noqa: E402
+from tests.model.sampling_rows import (  # noqa: E402
+    arange,
+    open_rows,
+    random_row,
+)
 
 from loraplex.model.sampler import Sampler  # noqa: E402
 

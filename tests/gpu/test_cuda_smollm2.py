@@ -15,7 +15,7 @@ from tests.gpu.level_b import Deviations, assert_level_b  # noqa: E402
 
 from loraplex import LLM, SamplingParams  # noqa: E402
 from loraplex.api import RequestOutput  # noqa: E402
-from loraplex.model.gguf import ensure_demo_model  # noqa: E402
+from loraplex.model.gguf import demo_model  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 TIE: Final = 1e-4
@@ -37,7 +37,7 @@ SCORED: Final = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=20
 
 
 def open_demo(device: str, dtype: str) -> LLM:
-    return LLM(ensure_demo_model(), SERVED, device=device, dtype=dtype, pool_gb=0.5, max_model_len=256)
+    return LLM(demo_model(), SERVED, device=device, dtype=dtype, pool_gb=0.5, max_model_len=256)
 
 
 def test_float32_on_cuda_equals_float32_on_the_cpu_up_to_ties() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tests.exact.test_identity_01G import MUTATIONS, RELATIONS, launch, mutate, write
+from tests.exact.identity_cases import MUTATIONS, RELATIONS, launch, mutate, write
 
 from loraplex import cli
 from loraplex.artifact.read_artifact import load_adapter

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.images.test_images import make_image
+from tests.images.make import make_image
 
 from loraplex.build import engine_build
 from loraplex.build.engine_build import GIB, make_loader, make_runner

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.images.test_images import make_image, refused, same
+from tests.images.make import make_image, refused, same
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.images import adoption

@@ -13,42 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.images.make import make_image, refused, same
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.core.layout import AdapterImage, page_checksum
 from loraplex.images import adoption
 from loraplex.images.adoption import PageThreads
 from loraplex.images.disk_store import ImageStore
 
 DIGEST = "12" * 32
-
-
-def make_image(seed: int = 0, pages: int = 3, page_bytes: int = 256) -> AdapterImage:
-    rng = np.random.default_rng(seed)
-    data = rng.integers(0, 256, (pages, page_bytes), dtype=np.uint8)
-    return AdapterImage(
-        key="ab" * 32,
-        kernel_digest=f"{seed:02x}" * 32,
-        itemsize=2,
-        modules=rng.integers(-(1 << 31), 1 << 31, (2, 5)).astype(np.int32),
-        extents=rng.integers(0, 100, (5, 9)).astype(np.int32),
-        pages=data,
-        checksums=page_checksum(data),
-    )
-
-
-def same(a: AdapterImage, b: AdapterImage) -> bool:
-    arrays = ("modules", "extents", "pages", "checksums")
-    return (a.key, a.kernel_digest, a.itemsize) == (b.key, b.kernel_digest, b.itemsize) and all(
-        np.array_equal(getattr(a, name), getattr(b, name)) for name in arrays
-    )
-
-
-def refused(call: object, *args: object) -> str:
-    with pytest.raises(InternalFault) as caught:
-        call(*args)  # type: ignore[operator]
-    assert caught.value.code is ErrorCode.ADAPTER_LOAD_FAILED
-    return caught.value.message
 
 
 @pytest.mark.parametrize(("pages", "page_bytes"), [(1, 8), (3, 256), (2, 8192), (0, 64)])
@@ -235,7 +207,7 @@ def test_an_image_that_contradicts_itself_is_not_stored(
 CHILD = """
 import os, signal, sys
 sys.path[:0] = {path!r}
-from tests.images.test_images import make_image
+from tests.images.make import make_image
 from loraplex.images.disk_store import ImageStore
 if {kill}:
     os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

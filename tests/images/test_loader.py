@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.engine.rig import Rig
-from tests.images.test_images import make_image, same
+from tests.images.make import make_image, same
 
 from loraplex.core.layout import EXTENT_COLUMNS, MODULE_COLUMNS, AdapterImage, page_checksum
 from loraplex.core.ports import Fetched

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.model.test_runner_adapters import make_root
 from tests.model.tiny import decoder
+from tests.model.tuned import make_root
 
 from loraplex.model.decoder import Decoder
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.model.tiny import VOCAB
+from tests.model.tiny import VOCAB, reference
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.layout import AdapterImage, KvShape, size_class_for
@@ -235,3 +235,14 @@ def _i32(values: Any) -> np.ndarray:
 def logits_of(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0]
+
+
+def greedy(tokens: list[int], count: int) -> list[int]:
+    out = list(tokens)
+    for _ in range(count):
+        out.append(int(logits_of(reference("llama"), out)[-1].argmax()))
+    return out[len(tokens) :]
+
+
+def code_of(message: str) -> str:
+    return message.partition(":")[0]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.model.tiny import FAMILIES, VOCAB, Paged, decoder, reference, save
+from tests.prompts import prompt
 
 from loraplex.model.attention.backend import Histories
 from loraplex.ops.interface import NoAdapters
@@ -21,10 +22,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save(name, root / name) for name in FAMILIES}
 
 
-def prompt(length: int, seed: int = 3) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, length).tolist()
-
-
 def expected(name: str, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return reference(name)(torch.tensor([tokens])).logits[0]
@@ -32,14 +29,14 @@ def expected(name: str, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_transformers(name: str, folders: dict[str, Path]) -> None:
-    tokens = prompt(40)
+    tokens = prompt(40, 3)
     (logits,) = Paged(decoder(name, folders[name]), 4).step({0: tokens})
     torch.testing.assert_close(logits, expected(name, tokens), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_equal_transformers(name: str, folders: dict[str, Path]) -> None:
-    tokens = prompt(11)
+    tokens = prompt(11, 3)
     with torch.no_grad():
         whole = (
             reference(name).generate(torch.tensor([tokens]), max_new_tokens=12, do_sample=False)[0].tolist()
@@ -56,7 +53,7 @@ def test_greedy_tokens_equal_transformers(name: str, folders: dict[str, Path]) -
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen2-mixed-window"])
 @pytest.mark.parametrize("page_tokens", [1, 3, 16])
 def test_chunked_prefill_equals_one_piece(name: str, page_tokens: int, folders: dict[str, Path]) -> None:
-    tokens = prompt(37)
+    tokens = prompt(37, 3)
     model = decoder(name, folders[name])
     (whole,) = Paged(model, page_tokens).step({0: tokens})
     for sizes in ([1, 36], [16, 16, 5], [5] * 7 + [2], [36, 1]):
@@ -100,7 +97,7 @@ def test_decode_requests_of_unlike_length_are_grouped_and_come_back_in_order(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_follows_float32(dtype: torch.dtype, folders: dict[str, Path]) -> None:
-    tokens = prompt(24)
+    tokens = prompt(24, 3)
     paged = Paged(decoder("llama", folders["llama"], dtype), 5)
     (first,), (second,) = paged.step({0: tokens[:20]}), paged.step({0: tokens[20:]})
     logits = torch.cat([first, second])
@@ -111,7 +108,7 @@ def test_half_precision_follows_float32(dtype: torch.dtype, folders: dict[str, P
 
 
 def test_logits_are_computed_for_the_rows_asked_for(folders: dict[str, Path]) -> None:
-    model, tokens = decoder("llama", folders["llama"]), prompt(9)
+    model, tokens = decoder("llama", folders["llama"]), prompt(9, 3)
     for wanted in ([], [8], [0, 3, 8]):
         paged = Paged(model, 4)
         histories = Histories(1, np.array([0], np.int32), np.array([9], np.int32), paged.tables[:1])

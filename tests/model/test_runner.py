@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.model.drive import Driver, Request, copy_row, logits_of, open_rows, page_rows
+from tests.model.drive import Driver, Request, code_of, copy_row, greedy, logits_of, open_rows, page_rows
 from tests.model.tiny import decoder, reference, save
+from tests.prompts import prompt
 from tests.sections import adapters, changed
 
 from loraplex.core.packed import bits_float
@@ -26,21 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(folder: Path) -> Decoder:
     return decoder("llama", folder)
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 131, length).tolist()
-
-
-def greedy(tokens: list[int], count: int) -> list[int]:
-    out = list(tokens)
-    for _ in range(count):
-        out.append(int(logits_of(reference("llama"), out)[-1].argmax()))
-    return out[len(tokens) :]
-
-
-def code_of(message: str) -> str:
-    return message.partition(":")[0]
 
 
 @pytest.mark.parametrize("page_tokens", [1, 3, 16])

@@ -8,46 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.model.sampling_rows import CPU, arange, open_rows
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.core.packed import float_bits
-from loraplex.core.plan import BiasColumns, OpenColumns
+from loraplex.core.plan import BiasColumns
 from loraplex.model.sampler import Sampler, TokenMasks, best_ids
 from loraplex.model.sampler_cpu import CompiledSampling
 from loraplex.ops.cpu import compiled
-
-CPU = torch.device("cpu")
-DEFAULTS: dict[str, Any] = {
-    "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0,
-    "seed_low": 0, "seed_high": 0, "incarnation": 1,
-}  # fmt: skip
-FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-
-
-def open_rows(*rows: dict[str, Any]) -> tuple[OpenColumns, BiasColumns, np.ndarray]:
-    """The plan's three open sections from keyword rows; `prompt`, `output` and `bias` are lists."""
-    out, biases, history = [], [], []
-    for slot, row in enumerate(rows):
-        full = {**DEFAULTS, "slot": slot, **row}
-        prompt, output, bias = full.get("prompt", []), full.get("output", []), full.get("bias", [])
-        full |= {"prompt_tokens": len(prompt), "bias": len(bias), "history": len(prompt) + len(output)}
-        for name in FLOATS:
-            full[name] = int(float_bits([full[name]])[0])
-        out.append(
-            OpenColumns.filled(
-                1, **{name: value for name, value in full.items() if name not in ("prompt", "output")}
-            )
-        )
-        biases += bias
-        history += prompt + output
-    return (
-        OpenColumns.joined(out) if out else OpenColumns.none(),
-        BiasColumns.filled(
-            len(biases), token=[token for token, _ in biases], bias=float_bits([value for _, value in biases])
-        ),
-        np.array(history, dtype=np.int32),
-    )
-
 
 COMPILED = [False, True]
 
@@ -66,10 +33,6 @@ def make(vocab: int, *rows: dict[str, Any], sampled: int | None = None, requests
     sampler = Sampler(max(requests, len(rows)), vocab, sampled or vocab, CPU)
     sampler.open(*open_rows(*rows))
     return sampler
-
-
-def arange(n: int) -> np.ndarray:
-    return np.arange(n, dtype=np.int32)
 
 
 def draw(sampler: Sampler, logits: torch.Tensor, position: int = 0) -> list[int]:

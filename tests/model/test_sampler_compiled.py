@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from tests.model.test_sampler import CPU, arange, open_rows
+from tests.model.sampling_rows import CPU, arange, open_rows, random_row
 
 from loraplex.model.philox import token_noise
 from loraplex.model.sampler import Sampler, best_ids
@@ -21,26 +19,6 @@ def functions() -> CompiledSampling:
     found = CompiledSampling.find(CPU)
     assert found is not None
     return found
-
-
-def random_row(rng: np.random.Generator, vocab: int) -> dict[str, Any]:
-    def maybe(value: Any, off: Any) -> Any:
-        return value if rng.random() < 0.5 else off
-
-    return {
-        "temperature": float(rng.choice([0.1, 0.7, 1.0, 1.0, 1.7, 30.0])),
-        "top_p": maybe(float(rng.choice([1e-6, 0.1, 0.5, 0.9, 0.95, 0.999, 0.999999])), 1.0),
-        "top_k": maybe(int(rng.choice([1, 2, 5, 50, vocab - 1, vocab, 10 * vocab])), 0),
-        "min_p": maybe(float(rng.choice([1e-4, 0.05, 0.5, 1.0])), 0.0),
-        "repetition": maybe(1.2, 1.0),
-        "presence": maybe(-0.7, 0.0),
-        "frequency": maybe(0.3, 0.0),
-        "seed_low": int(rng.integers(-(2**31), 2**31)),
-        "seed_high": int(rng.integers(-(2**31), 2**31)),
-        "prompt": rng.integers(0, vocab, 5).tolist(),
-        "output": rng.integers(0, vocab, 9).tolist(),
-        "bias": [(int(rng.integers(vocab)), 2.0)],
-    }
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 64, 65, 1000, 5003])

@@ -13,8 +13,9 @@ import peft
 import pytest
 import torch
 from tests.model.drive import Driver, Request, copy_row, logits_of
-from tests.model.test_runner_adapters import image, prompt, publish
 from tests.model.tiny import reference, save
+from tests.model.tuned import image, publish
+from tests.prompts import prompt
 from tests.sections import adapters
 
 from loraplex.core.errors import ErrorCode, InternalFault

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.model import test_pages
+from tests.model import page_checks
+from tests.model.copy_checks import TornOnce, check_damaged_copies, check_removal_under_load
 from tests.model.drive import Images
+from tests.model.page_checks import check_open_copy, check_warm_steps
+from tests.model.rig import Rig, check_engine
 from tests.model.streamed import count_moved, fail_first_copies, fake_streams, hold_copies
-from tests.model.test_copy_faults import TornOnce, check_damaged_copies, check_removal_under_load
-from tests.model.test_pages import check_open_copy, check_warm_steps
-from tests.model.test_runner_adapters import Rig, check_engine, image, loaded
 from tests.model.tiny import decoder
+from tests.model.tuned import image, loaded
 
 from loraplex.core.layout import AdapterImage
 from loraplex.model.decoder import Decoder
@@ -37,7 +38,7 @@ def test_a_copy_that_stays_open_delays_nobody(
     root: Path, model: Decoder, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hundred steps here, a thousand on a device: some are without rows, and those must not wait for it either."""
-    monkeypatch.setattr(test_pages, "STEPS", 100)
+    monkeypatch.setattr(page_checks, "STEPS", 100)
     rig = Rig(root, model, depth=depth, pages=200)
     digest = image(root, model, "rs-r16", rig.runner.pool.shape[1]).kernel_digest
     copies = hold_copies(rig, digest)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.ops.build import make_plan
-from tests.ops.test_families import PLANS, check, random_world
+from tests.ops.random_worlds import PLANS, check, random_world
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.model.sampler_cpu import OPTIONS, CompiledSampling

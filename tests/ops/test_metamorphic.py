@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.ops.build import QKV, World, make_image, make_plan, make_world, random_adapter
-from tests.ops.test_families import DIMS, random_world
+from tests.ops.random_worlds import DIMS, random_world
 
 from loraplex.core.ids import Module
 from loraplex.core.layout import Factor

@@ -9,12 +9,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from tests.ops.build import make_plan, make_world, random_adapter  # noqa: E402
-from tests.ops.test_families import DIMS, PLANS, check  # noqa: E402
+from tests.ops.random_worlds import DIMS, PLANS, check  # noqa: E402
+from tests.ops.tunings import TINY, TINY_PREFILL  # noqa: E402
 
 from loraplex.core.errors import InternalFault  # noqa: E402
 from loraplex.core.ids import Module  # noqa: E402
 from loraplex.core.layout import Factor  # noqa: E402
-from loraplex.ops.triton_lora import Tuning  # noqa: E402
 from loraplex.ops.triton_ops import TritonState, state_of  # noqa: E402
 from loraplex.ops.worklist import Phase  # noqa: E402
 
@@ -23,14 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU test; the GPU runs test_triton_lora"),
 ]
-
-TINY = Tuning(
-    block_rows=4, splits=2, chunk_floor=32, max_bk=32, bn=64, shrink_warps=1, expand_warps=1, shrink_ctas=2, expand_ctas=2
-)  # fmt: skip
-TINY_PREFILL = Tuning(
-    block_rows=16, splits=2, chunk_floor=32, max_bk=32, bn=64, shrink_warps=1, expand_warps=1, shrink_ctas=2, expand_ctas=2,
-    rank_tile=32, max_run=1,
-)  # fmt: skip
 
 
 def world_of(seed: int, dtype=torch.float32, page_bytes: int = 4096):

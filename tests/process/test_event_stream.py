@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pytest
 import zmq
 from tests.process import engines
-from tests.process.test_supervisor import read_all, submit
+from tests.process.asking import read_all, submit
 from tests.waiting import pid_of, run
 
 from loraplex.config import EngineConfig

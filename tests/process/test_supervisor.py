@@ -15,25 +15,21 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from tests.engine.rig import sampling
 from tests.process import engines
+from tests.process.asking import read_all, submit
 from tests.waiting import pid_of, run, until_gone
 
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
-from loraplex.core.messages import Ended, Inspect, Submit, Tokens
+from loraplex.core.messages import Ended, Inspect, Tokens
 from loraplex.process.child import Child
-from loraplex.process.client import EngineClient, RequestGroup
+from loraplex.process.client import EngineClient
 from loraplex.process.engine_process import REPORT_DECODER, EngineReady, EngineStart
 from loraplex.process.logs import FIELDS
 from loraplex.process.supervisor import MODULE, EngineStatus, EngineSupervisor, Patience, pause_s
 from loraplex.sim.tokens import expected_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def submit(name: str, prompt: list[int], **changes: Any) -> Submit:
-    return Submit(name, np.array(prompt, dtype="<i4").tobytes(), sampling(**changes))
 
 
 @asynccontextmanager
@@ -51,21 +47,6 @@ async def served(
     finally:
         await supervisor.stop()
         await client.close()
-
-
-async def read_all(group: RequestGroup) -> tuple[list[int], Ended]:
-    tokens: list[int] = []
-    ended: Ended | None = None
-    while not group.done:
-        for _, message in await group.read():
-            match message:
-                case Tokens():
-                    tokens.extend(message.token_ids)
-                case Ended():
-                    assert ended is None
-                    ended = message
-    assert ended is not None
-    return tokens, ended
 
 
 def test_the_real_control_plane_answers_over_the_wire(tmp_path: Path) -> None:

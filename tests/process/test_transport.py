@@ -151,9 +151,8 @@ def test_a_client_that_takes_nothing_loses_its_requests_and_learns_of_the_gap(
     numbers: list[int] = []
     messages: list[Any] = [None]
     while messages:  # until the empty frame that says that something is missing
-        mailbox.receive(
-            wait=False
-        )  # when the sockets have room again is the transport's affair: try until then
+        # When the sockets have room again is the transport's affair: try until then.
+        mailbox.receive(wait=False)
         if slow.socket.poll(5):
             number, messages = slow.receive()
             numbers.append(number)

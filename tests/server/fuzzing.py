@@ -17,7 +17,7 @@ from tests.process import engines
 from tests.server.processes import ROOT
 from tests.server.tiny_server import free_port, write_adapter, write_model
 from tests.text.tiny_text import byte_tokenizer, write_folder
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until
 
 CONTEXT = 128
 """Positions of a request: an answer without a limit of its own ends soon."""
@@ -39,11 +39,14 @@ class Target:
 
     def pages(self) -> dict[str, int]:
         """Pages by state, once no request lives and the step that it was in has let go of its pages."""
-        while True:
-            figures = self.residency()
-            pages = dict(figures["pages"])
-            if not (figures["requests"]["live"] or pages["kv"] or pages["reserved"]):
-                return pages
+        until(self.at_rest)
+        return dict(self.residency()["pages"])
+
+    def at_rest(self) -> bool:
+        """No request lives, and no page is theirs."""
+        figures = self.residency()
+        pages = figures["pages"]
+        return not (figures["requests"]["live"] or pages["kv"] or pages["reserved"])
 
     def check_unharmed(self) -> None:
         """It answers, and nothing that it was sent holds anything."""

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from tests.process import engines
 from tests.server.tiny_server import free_port, write_model
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, pause
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +48,7 @@ class Running:
             state = dict((await self.http.get("/ready")).json())
             if holds(state):
                 return state
+            await pause()
 
     async def ask(self, tokens: object, model: str = "") -> tuple[int, dict[str, Any]]:
         """Ask for an answer."""

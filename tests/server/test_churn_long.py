@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
-from tests.model.tiny import COMMON, VOCAB, save
+from tests.model.tiny import VOCAB, save
 from tests.server.processes import Running, started
-from tests.waiting import run
+from tests.server.random_adapters import write_adapter
+from tests.waiting import pause, run
 
 from loraplex import LLM, SamplingParams
 from loraplex.api import RequestOutput
@@ -34,27 +34,6 @@ LEAVING = 0.1
 CLOSE = 1e-4
 """How near the two best tokens of a float32 model must be for a differing token to be a tie."""
 REFUSALS = {"pool_exhausted", "queue_full", "adapter_load_failed", "host_memory_exhausted"}
-
-
-def write_adapter(folder: Path, seed: int) -> Path:
-    """A LoRA adapter on q_proj and v_proj that changes what the tiny model says; rank 1 to 6."""
-    folder.mkdir(parents=True)
-    rank = 1 + seed % 6
-    hidden, width = COMMON["hidden_size"], COMMON["hidden_size"] // COMMON["num_attention_heads"]
-    rng = np.random.default_rng(seed)
-    tensors = {}
-    for layer in range(COMMON["num_hidden_layers"]):
-        for name, out in (("q_proj", hidden), ("v_proj", width * COMMON["num_key_value_heads"])):
-            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{stem}.lora_A.weight"] = rng.standard_normal((rank, hidden)).astype(np.float32)
-            tensors[f"{stem}.lora_B.weight"] = rng.standard_normal((out, rank)).astype(np.float32)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"], "bias": "none",
-        "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True,
-    }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 class Churn:
@@ -162,6 +141,7 @@ async def idle(server: Running) -> dict[str, Any]:
         loads = figures["loads"]
         if not figures["requests"]["live"] and not loads["under_way"] and not loads["wanted"]:
             return figures
+        await pause()
 
 
 def test_two_hundred_adapters_over_a_pool_of_twenty(tmp_path: Path) -> None:
@@ -205,7 +185,7 @@ def test_two_hundred_adapters_over_a_pool_of_twenty(tmp_path: Path) -> None:
             for alias in aliases:
                 assert (await server.http.delete(f"/v1/adapters/{alias}")).status_code == 200
             while (await figures_of(server))["adapters"]:
-                pass
+                await pause()
             emptied = await figures_of(server)
             assert emptied["pages"]["free"] == pages
             assert emptied["host"]["used_bytes"] == 0

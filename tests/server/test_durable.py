@@ -16,7 +16,7 @@ from tests.catalog import postgres
 from tests.server.processes import Running, started
 from tests.server.tiny_server import write_adapter, write_model
 from tests.text.tiny_text import byte_tokenizer, write_folder
-from tests.waiting import run
+from tests.waiting import pause, run
 
 from loraplex import cli
 from loraplex.catalog.database import Database
@@ -73,7 +73,7 @@ def test_a_killed_server_comes_back_with_its_catalog(
             assert status == 200
             # The record is written behind the answer: ask until the database has it, then kill.
             while not recorded(catalog, request_id):
-                pass
+                await pause()
             os.kill(first.process.pid, signal.SIGKILL)
             await first.process.wait()
         async with server(tmp_path, catalog, adapters=[["line", str(tmp_path / "line")]]) as again:
@@ -129,15 +129,18 @@ def test_two_servers_on_one_postgresql_see_each_other(tmp_path: Path) -> None:
                 assert conflict.status_code == 409
                 served = ""
                 while served != f"a@2:{swapped['semantic_digest'][:16]}":
+                    await pause()
                     served = (await ask(one, "a"))[1]["system_fingerprint"]
                 await one.http.delete("/v1/adapters/a")
                 status = 200
                 while status == 200:
+                    await pause()
                     status = (await ask(two, "a"))[0]
                 assert status == 404
                 # A record is written by the server that answered and read by either.
                 found = 404
                 while found == 404:
+                    await pause()
                     found = (await one.http.get(f"/v1/requests/{request_id}/provenance")).status_code
                 assert found == 200
 

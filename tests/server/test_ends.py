@@ -16,8 +16,8 @@ import pytest
 from tests.catalog.remotes import WebServer
 from tests.process import engines
 from tests.server.processes import Running, started
-from tests.server.test_whole import BASE, whole
 from tests.server.tiny_server import write_adapter
+from tests.server.whole_server import BASE, whole
 from tests.waiting import LIMIT_S, run, until_gone
 
 pytestmark = pytest.mark.e2e

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from tests.model.tiny import save
 from tests.server.processes import Running, started
-from tests.server.test_churn_long import write_adapter
-from tests.waiting import run
+from tests.server.random_adapters import write_adapter
+from tests.waiting import pause, run
 
 from loraplex.process.engine_process import BUILDER
 
@@ -82,7 +82,7 @@ def test_deaths_while_adapters_load(tmp_path: Path) -> None:
             os.kill(loader, signal.SIGSTOP)
             asked = [asyncio.ensure_future(ask(server, alias)) for alias in ALIASES]
             while (await server.http.get("/v1/residency")).json()["host"]["fetching"] < len(ALIASES):
-                pass
+                await pause()
             os.kill(loader, signal.SIGKILL)
             answers = await asyncio.gather(*asked)
             assert [answer.json()["choices"][0]["token_ids"] for answer in answers] == list(right.values())
@@ -94,7 +94,7 @@ def test_deaths_while_adapters_load(tmp_path: Path) -> None:
             os.kill(child(engine, "images.loader_process"), signal.SIGSTOP)
             asked = [asyncio.ensure_future(ask(server, alias)) for alias in ALIASES[1:]]
             while (await server.http.get("/v1/residency")).json()["requests"]["live"] < len(asked):
-                pass
+                await pause()
             os.kill(engine, signal.SIGKILL)
             answers = await asyncio.gather(*asked)
             assert {answer.json()["error"]["code"] for answer in answers} <= {
@@ -102,7 +102,7 @@ def test_deaths_while_adapters_load(tmp_path: Path) -> None:
                 "engine_unavailable",
             }
             while (await server.http.get("/ready")).status_code != 200:
-                pass
+                await pause()
             assert await tokens(server) == right
             assert (await server.http.get("/v1/adapters/a0")).json()["pinned"]
 
@@ -113,7 +113,7 @@ def test_deaths_while_adapters_load(tmp_path: Path) -> None:
             os.kill(child(engine, "images.loader_process"), signal.SIGSTOP)
             asked = [asyncio.ensure_future(ask(server, alias)) for alias in ALIASES]
             while (await server.http.get("/v1/residency")).json()["requests"]["live"] < len(asked):
-                pass
+                await pause()
             server.process.send_signal(signal.SIGTERM)
             answers = await asyncio.gather(*asked)
             assert {answer.json()["error"]["code"] for answer in answers} == {"shutting_down"}

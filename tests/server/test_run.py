@@ -14,7 +14,7 @@ import pytest
 from tests.process import engines
 from tests.server.processes import started
 from tests.server.tiny_server import write_adapter
-from tests.waiting import run, until_gone
+from tests.waiting import pause, run, until_gone
 
 pytestmark = pytest.mark.e2e
 
@@ -91,6 +91,7 @@ def test_a_killed_engine_is_replaced_and_gets_its_adapters_back(tmp_path: Path) 
             assert (await pending)[1]["end"] == "engine_died"
             status = 503
             while status == 503:
+                await pause()
                 status, answer = await server.ask("7,8", "one")
             assert (status, answer) == expected
             assert (await server.until(lambda state: True))["pid"] != before

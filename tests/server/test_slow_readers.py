@@ -15,7 +15,7 @@ from tests.process import engines
 from tests.server.processes import started
 from tests.server.rig import Front, run
 from tests.server.tiny_server import write_adapter
-from tests.waiting import run as run_bounded
+from tests.waiting import pause, runasrun_bounded
 
 from loraplex.core import limits
 from loraplex.core.messages import RemoveAdapter
@@ -95,7 +95,7 @@ def test_a_drain_does_not_wait_for_who_does_not_read(tmp_path: Path) -> None:
                 client.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)
                 assert await asyncio.to_thread(client.recv, 12) == b"HTTP/1.1 200"
                 while (await server.http.get("/v1/residency")).json()["requests"]["live"]:
-                    pass
+                    await pause()
                 server.process.send_signal(signal.SIGTERM)
                 assert await server.process.wait() == 0
                 assert server.process.stderr is not None

@@ -22,8 +22,8 @@ import numpy as np
 import psutil
 import pytest
 from tests.process import engines
-from tests.server.test_whole import BASE, Whole, whole
 from tests.server.tiny_server import write_adapter
+from tests.server.whole_server import BASE, Whole, whole
 from tests.waiting import run
 
 from loraplex.sim.tokens import expected_tokens

@@ -7,66 +7,18 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import openai
 import psutil
 import pytest
 from tests.process import engines
-from tests.server.processes import ROOT, Running, started
-from tests.server.tiny_server import write_adapter, write_model
-from tests.text.tiny_text import byte_tokenizer, write_folder
-from tests.waiting import run
+from tests.server.processes import ROOT
+from tests.server.tiny_server import write_adapter
+from tests.server.whole_server import BASE, whole
+from tests.waiting import pause, run
 
 pytestmark = pytest.mark.e2e
-BASE = "tiny"
-
-
-class Whole:
-    """A server with text, and an openai client of it."""
-
-    def __init__(self, server: Running) -> None:
-        self.server = server
-        self.openai = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-    async def live(self) -> int:
-        """Requests that the engine holds, or whose pages it has still to let go of."""
-        figures = (await self.server.http.get("/v1/residency")).json()
-        pages = figures["pages"]
-        return int(figures["requests"]["live"] or (pages["kv"] + pages["reserved"] and 1))
-
-    async def idle(self) -> None:
-        """Wait until the engine holds none."""
-        while await self.live():
-            pass
-
-    async def stream(self, prompt: list[int], max_tokens: int, **options: Any) -> Any:
-        """Begin a streamed completion."""
-        return await self.openai.completions.create(
-            model=BASE, prompt=prompt, max_tokens=max_tokens, stream=True, **options
-        )
-
-    @property
-    def engine(self) -> int:
-        """Process id of the engine: the server's child that is one."""
-        children = psutil.Process(self.server.process.pid).children()
-        (pid,) = [child.pid for child in children if "loraplex.process.engine_process" in child.cmdline()]
-        return int(pid)
-
-
-@asynccontextmanager
-async def whole(tmp_path: Path, builder: str = engines.ECHO, **fields: Any) -> AsyncIterator[Whole]:
-    write_folder(write_model(tmp_path / BASE), byte_tokenizer())
-    async with started(tmp_path, builder, "real", **fields) as server:
-        await server.until_said("ready on")
-        client = Whole(server)
-        try:
-            yield client
-        finally:
-            await client.openai.close()
 
 
 def test_a_killed_engine_ends_streams_with_an_error_and_serves_again(tmp_path: Path) -> None:
@@ -81,6 +33,7 @@ def test_a_killed_engine_ends_streams_with_an_error_and_serves_again(tmp_path: P
             assert died.value.code == "engine_died"
             status = 503
             while status == 503:
+                await pause()
                 status = (await client.server.http.get("/ready")).status_code
             assert (await client.stream([70, 71], 3)) is not None
             answer = await client.openai.completions.create(model=BASE, prompt=[70, 71], max_tokens=4)
@@ -108,7 +61,7 @@ def test_the_engine_s_events_are_figures_that_outlive_it(tmp_path: Path) -> None
 
             async def counted(count: int) -> None:
                 while await ended() < count:
-                    pass
+                    await pause()
                 assert await ended() == count
 
             await ask_until(1)
@@ -116,6 +69,7 @@ def test_the_engine_s_events_are_figures_that_outlive_it(tmp_path: Path) -> None
             os.kill(client.engine, signal.SIGKILL)
             body, status = {"model": BASE, "prompt": [70, 71], "max_tokens": 4}, 503
             while status == 503:  # what is answered again, another engine answers
+                await pause()
                 status = (await client.server.http.post("/v1/completions", json=body)).status_code
             assert status == 200
             await counted(3)
@@ -185,14 +139,14 @@ def test_a_client_that_leaves_costs_nothing(tmp_path: Path) -> None:
             assert await client.live() == 4
             await streams[0].close()
             while await client.live() > 3:
-                pass
+                await pause()
             for stream in streams[1:]:
                 await stream.close()
             waiting = asyncio.ensure_future(
                 client.openai.completions.create(model=BASE, prompt=[engines.MUTE, 1], max_tokens=1_000_000)
             )
             while not await client.live():
-                pass
+                await pause()
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
             await client.idle()

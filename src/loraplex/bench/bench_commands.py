@@ -290,11 +290,11 @@ def ops(
 
 
 def _demo_model() -> Path:
-    from loraplex.model.gguf import ensure_demo_model
+    from loraplex.model.gguf import demo_model
     from loraplex.model.progress import terminal_progress
 
     with terminal_progress() as progress:
-        return ensure_demo_model(progress)
+        return demo_model(progress)
 
 
 def _pair(text: str) -> tuple[str, Path]:

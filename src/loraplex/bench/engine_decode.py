@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from loraplex.bench.copy_rate import copy_rate
 from loraplex.bench.load_engine import push_out
 from loraplex.bench.model_shapes import ATTENTION, LLAMA_8B, SEVEN, AdapterMix, SyntheticImages, write_shape
 from loraplex.build.engine_build import BuiltEngine, build_engine
@@ -306,22 +307,6 @@ class DeviceBench:
         run.last[message.request_id] = now
 
 
-def copy_rate(device: str) -> float:
-    """Bytes a second, read plus written, of a large copy on a CUDA device: the roofline's rate."""
-    import torch
-
-    source = torch.empty(512 << 20, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    target.copy_(source)
-    start.record()
-    for _ in range(5):
-        target.copy_(source)
-    end.record()
-    end.synchronize()
-    return 5 * 2 * source.numel() / (start.elapsed_time(end) / 1e3)
-
-
 def profile_step(bench: DeviceBench, case: EngineCase) -> dict[str, float]:
     """Microseconds of device time by kind of kernel, per decode step of a case, its prefill spread over them."""
     from torch.profiler import ProfilerActivity, profile
@@ -379,7 +364,7 @@ def run_device_decode(
         bench = DeviceBench(config, PROMPT_TOKENS, NEW_TOKENS, stored=chosen[0].cold)
         startup = time.perf_counter() - started
         report(f"engine up in {startup:.1f} s")
-        rate = copy_rate("cuda")
+        rate = copy_rate(torch.device("cuda"))
         rows = []
         profiles = {}
         for index, case in enumerate(chosen):

@@ -2,7 +2,7 @@
 
 Adapters are random factors in PEFT's format over the model's own shapes. The engine is the one that serves, with its
 loader process, stepped by this program, so that nothing but engine and loader is measured. A time is also given as
-ratio to the bytes that must move over the copy rate of this machine in the same run.
+ratio to moving the image once, read and written, at the copy rate of one thread (`bench.copy_rate`) in the same run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import torch
 
+from loraplex.bench.copy_rate import copy_rate
 from loraplex.bench.load_engine import Bench, LoadOptions, greedy
 from loraplex.bench.load_many import (
     BurstRow,
@@ -84,8 +86,6 @@ class LatencyRow:
     seconds: float
 
 
-COPY_BYTES: Final = 256 << 20
-"""Larger than any cache, so that the copy rate is memory's."""
 TURNS: Final = 3
 """Undisturbed and loading take turns, so that other work on the machine meets both."""
 STAGES: Final = ("read, verify, hash", "convert", "store", "disk to published", "host to published")
@@ -93,7 +93,7 @@ STAGES: Final = ("read, verify, hash", "convert", "store", "disk to published", 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Everything that was measured. copy_bytes_per_s: of one thread from host memory to host memory."""
+    """Everything that was measured. copy_bytes_per_s: the copy rate of one thread."""
 
     stages: list[LoadRow]
     burst: BurstRow
@@ -108,7 +108,7 @@ def run_load(options: LoadOptions, report: Callable[[str], None]) -> LoadReport:
         report("starting the engine")
         bench = Bench(options, held)
         rows: list[LoadRow] = []
-        rate = copy_rate(COPY_BYTES)
+        rate = copy_rate(torch.device("cpu"), threads=1)
         report(f"copy rate: {rate / 1e9:.1f} GB/s, one thread")
         for targets in options.targets:
             for rank in options.ranks:
@@ -139,17 +139,6 @@ def _many(bench: Bench, options: LoadOptions, report: Callable[[str], None]) -> 
         "finished, none failed"
     )
     return burst, swap
-
-
-def copy_rate(nbytes: int) -> float:
-    """Bytes a second that one thread copies from one place of host memory to another."""
-    source, target = np.ones(nbytes, dtype=np.uint8), np.empty(nbytes, dtype=np.uint8)
-    times = []
-    for _ in range(9):
-        started = time.perf_counter()
-        np.copyto(target, source)
-        times.append(time.perf_counter() - started)
-    return nbytes / min(times[1:])
 
 
 def _stages(bench: Bench, options: LoadOptions, rank: int, targets: str, rate: float) -> list[LoadRow]:
@@ -192,7 +181,7 @@ def _stages(bench: Bench, options: LoadOptions, rank: int, targets: str, rate: f
     nbytes = prepared.device_bytes
     return [
         LoadRow(
-            rank, targets, stage, (ms := statistics.median(times[stage])), nbytes, ms / (nbytes / rate * 1e3),
+            rank, targets, stage, (ms := statistics.median(times[stage])), nbytes, ms / (2 * nbytes / rate * 1e3),
             statistics.median(steps[stage] or [0]), statistics.median(cpu[stage] or [0.0]),
         )
         for stage in STAGES

@@ -3,7 +3,7 @@
 A case is a batch, how popular its adapters are (Punica's four workloads) and their ranks. Factors, inputs and outputs
 exist once for each of many layers and a run walks through all of them, so that operands come from memory where their
 bytes allow; `rotated_bytes` says what a run moves through. On CUDA the walks of `CAPTURED` families are one graph each. The floor
-is the bytes that must move (`ops.ledger.branch_bytes`) at the copy rate measured in the same run. Errors are against
+is the bytes that must move (`ops.ledger.branch_bytes`) at the copy rate (`bench.copy_rate`) of the same run. Errors are against
 float64. Owns no operator.
 
 Specification: 0x02H, 0x06B, 0x06D; benchmarks.
@@ -12,8 +12,6 @@ Specification: 0x02H, 0x06B, 0x06D; benchmarks.
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +19,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from loraplex.bench.copy_rate import copy_rate, median_seconds
 from loraplex.bench.op_peers import PEERS, Problem
 from loraplex.bench.op_world import Slots, plan_of, resident
 from loraplex.core.errors import CallerError, ErrorCode, InternalFault
@@ -161,14 +160,6 @@ def line(row: OpRow) -> str:
     )
 
 
-def copy_rate(device: torch.device) -> float:
-    """Bytes a second, read plus written, of a large copy by all threads."""
-    source = torch.ones((1 << 30 if device.type == "cuda" else 1 << 28,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = _median(lambda: target.copy_(source), 5, device)
-    return 2 * source.numel() / seconds
-
-
 def _measure(
     case: Case, options: OpOptions, device: torch.device, dtype: torch.dtype, rate: float,
     slow: set[tuple[str, str, str, int]],
@@ -266,32 +257,13 @@ def _time(
     walk: Callable[[int], None], layers: int, repeats: int, device: torch.device, *, captured: bool
 ) -> float:
     if device.type != "cuda" or not captured:
-        return _median(lambda: walk(layers), repeats, device)
+        return median_seconds(lambda: walk(layers), repeats, device)
     walk(layers)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         walk(layers)
-    return _median(graph.replay, repeats, device)
-
-
-def _median(call: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Median seconds of a call after one that warms up."""
-    call()
-    times = []
-    for _ in range(repeats):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        else:
-            began = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return median_seconds(graph.replay, repeats, device)
 
 
 def best_by_case(rows: Sequence[OpRow]) -> dict[tuple[str, int, str], str]:

@@ -18,11 +18,11 @@ SOURCE_FILE = "source.json"
 def resolve_model(config: ServeConfig) -> tuple[Path, str]:
     """(model folder, name of the base model). Raises `model_source_missing`."""
     if config.model is None:
-        from loraplex.model.gguf import ensure_demo_model
+        from loraplex.model.gguf import demo_model
         from loraplex.model.progress import terminal_progress
 
         with terminal_progress() as progress:
-            folder = ensure_demo_model(progress)
+            folder = demo_model(progress)
         return folder, base_name(folder)
     path = Path(config.model)
     if os.path.isfile(path) and path.suffix == ".gguf":

@@ -81,7 +81,7 @@ def demo_gguf() -> Path:
     return folder / DEMO_FILE
 
 
-def ensure_demo_model(progress: Progress = silent) -> Path:
+def demo_model(progress: Progress = silent) -> Path:
     """Folder of the demo model (SmolLM2-135M-Instruct), converted on first use. See `ensure_gguf_model`."""
     return ensure_gguf_model(demo_gguf(), base_name=DEMO_BASE_NAME, progress=progress)
 

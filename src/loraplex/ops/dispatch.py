@@ -64,7 +64,7 @@ REASONS: Final[dict[tuple[str, str], str]] = {
     (TRITON, "decode"): "10.0 us at 64 rows of 64 adapters of rank 16 on an H200, floor 4.3, vLLM's pair 39",
     (TRITON, "prefill"): "44 us at 4096 rows of 64 adapters of rank 16 on an H200, floor 28, vLLM's pair 195",
 }
-"""What was measured for each (family, phase): docs/benchmarks.md "Adapter operators on CPU", docs/bench-ops-h200.md."""
+"""What was measured for each (family, phase): docs/notes/cpu-operators.md, docs/notes/cuda-operators.md."""
 
 
 def choose(plan: BatchPlan, table: AdapterTable) -> Choice:

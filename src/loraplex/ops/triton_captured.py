@@ -3,7 +3,7 @@
 `TritonState.plan` fills the lists before a replay; here only launches are made, the same for every mix of adapters. A
 capture names the fused groups that it serves, so that adapters on attention alone do not pay for the feed-forward part.
 
-Measured: docs/bench-ops-h200.md ("Added time per layer"). Specification: 0x02H, 0x06E; rulings "Operators".
+Measured: docs/notes/cuda-operators.md ("Added time per layer"). Specification: 0x02H, 0x06E; rulings "Operators".
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.model.test_sampler import CPU, arange, open_rows
-from tests.model.test_sampler_compiled import random_row
+from tests.model.sampling_rows import CPU, arange, open_rows, random_row
 
 from loraplex.model.cuda.draws import DeviceDraws
 from loraplex.model.sampler import Sampler

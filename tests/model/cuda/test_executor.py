@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 
 from tests.model.cuda.adapters import GENERATION, SORTS, load_sorts
 from tests.model.cuda.world import plain_executor
-from tests.model.drive import Driver, Request
-from tests.model.test_runner import code_of, greedy, prompt
+from tests.model.drive import Driver, Request, code_of, greedy
 from tests.model.tiny import decoder, save
+from tests.prompts import prompt
 
 from loraplex.core.plan import StepResult
 from loraplex.model.decoder import Decoder

@@ -72,7 +72,8 @@ def test_sampling_rows_have_their_own_inverse() -> None:
     assert p.requests.scheduler_index[p.samples.request].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_compacted_grouping_of_02c() -> None:
+def test_compacted_grouping_leaves_the_base_out() -> None:
+    """0x02C."""
     adapters = i32(1, 2, 1, 0, 2, 2, 1, 0)
     rows, offsets, ids = group_rows(adapters)
     assert rows.tolist() == [0, 2, 6, 1, 4, 5]
@@ -80,7 +81,8 @@ def test_compacted_grouping_of_02c() -> None:
     assert offsets.tolist() == [0, 3, 6]
 
 
-def test_sentinel_grouping_of_02d() -> None:
+def test_sentinel_grouping_gives_the_base_a_group_of_its_own() -> None:
+    """0x02D."""
     rows, ids, counts, starts = sentinel_groups(i32(1, 2, 1, 0, 2, 2, 1, 0))
     assert rows.tolist() == [3, 7, 0, 2, 6, 1, 4, 5]
     assert ids.tolist() == [-1, 1, 2]

@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tests.adapters.test_adapters import AdapterCatalog, Preparing
+from tests.adapters.stand_ins import Preparing
 from tests.catalog.names import named
 from tests.engine.rig import VOCAB, Rig
 from tests.exact.worked import HALF, fractions, matmul
 from tests.waiting import LIMIT_S
 
+from loraplex.adapters.adapter_catalog import AdapterCatalog
 from loraplex.adapters.manager import AdapterService
 from loraplex.core.errors import ErrorCode, LoraplexError, error_for
 from loraplex.core.ids import Module
