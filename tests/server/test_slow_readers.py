@@ -15,7 +15,8 @@ from tests.process import engines
 from tests.server.processes import started
 from tests.server.rig import Front, run
 from tests.server.tiny_server import write_adapter
-from tests.waiting import pause, runasrun_bounded
+from tests.waiting import pause
+from tests.waiting import run as run_bounded
 
 from loraplex.core import limits
 from loraplex.core.messages import RemoveAdapter
