@@ -100,7 +100,8 @@ class PrefixIndex:
 
         A parent is referenced wherever a child is, so the unreferenced ones are the chain's end.
         """
-        return len(keys) - bisect_left(keys, True, key=lambda key: self._blocks[key].readers == 0)
+        blocks = self._blocks
+        return len(keys) - bisect_left(keys, True, key=lambda key: key in blocks and not blocks[key].readers)
 
     def acquire(self, keys: Sequence[bytes], launch: int) -> Receipt:
         """Reference the cached blocks of `keys`, a chain from its first block on; the next step cannot evict them."""

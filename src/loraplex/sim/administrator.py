@@ -239,7 +239,10 @@ class Names:
                 image.pins -= 1
             case Kind.INSPECT:
                 pages = message.body["pages"]
-                if sum(pages[name] for name in ("free", "reserved", "adapter", "kv")) != pages["total"]:
+                if (
+                    sum(pages[name] for name in ("free", "reserved", "adapter", "kv", "prefix"))
+                    != pages["total"]
+                ):
                     raise Wrong("conservation", f"the engine's own figures do not add up: {pages}")
             case _:
                 pass
