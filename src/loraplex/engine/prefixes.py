@@ -5,6 +5,9 @@ admission it is looked up, and what was found is referenced before anything is r
 Blocks are published once a finite sample proves their rows, with tokens that were committed before. Where a running
 request is about to compute a block that another one needs next, the other waits for that commit and looks up again.
 
+What a client says its keys are decides only what that client finds: the engine makes each key again before it caches a
+block under it, so that whoever lies spoils no answer but its own.
+
 Owns references, keys and the pages of cached blocks. Never decides who gives pages up (`residency.victims`), and never
 copies a byte: who hits reads the page that was written.
 
@@ -94,7 +97,7 @@ def begin(
     if keys and KeyChain(root, history, size).extend(message.prompt[: 4 * size]) != keys[:1]:
         raise _refused("the first key is not that of the prompt's first block under the request's history")
     chain = KeyChain(keys[-1] if keys else root, history, size, count * size)
-    return RequestPrefix(chain, keys, looks_up=message.sampling.prompt_logprobs < 0)
+    return RequestPrefix(root, history, chain, keys, count, looks_up=message.sampling.prompt_logprobs < 0)
 
 
 def _refused(why: str) -> CallerError:
@@ -154,7 +157,8 @@ def bind(state: EngineState, record: RequestRecord) -> None:
     table.published[slot] = reused
     _extend(prefix, record.tokens)
     for key in prefix.keys[reused:]:
-        if state.computing.setdefault(key, record.request_id) == record.request_id:
+        if key not in state.computing:
+            state.computing[key] = record.request_id
             prefix.computing.append(key)
     if not prefix.looks_up:
         return
@@ -228,7 +232,9 @@ def _publish(state: EngineState, plan: int, slot: int, prefix: RequestPrefix) ->
     """Cache the complete blocks of one request; how many are new."""
     table, size = state.table, state.limits.kv.page_tokens
     first, last = int(table.published[slot]), int(table.committed[slot]) // size
-    _extend(prefix, table.tokens[slot, : last * size])
+    tokens = table.tokens[slot, : last * size]
+    _extend(prefix, tokens)
+    _require_true(prefix, tokens, first)
     new: list[int] = []
     numbers: list[int] = []
     try:
@@ -257,6 +263,21 @@ def _publish(state: EngineState, plan: int, slot: int, prefix: RequestPrefix) ->
         done += 1
     _no_longer_computing(state, prefix, prefix.computing[:done])
     return len(new)
+
+
+def _require_true(prefix: RequestPrefix, tokens: I32, first: int) -> None:
+    """Raise unless the keys that a client made, from block `first` on, are those of these tokens: no client's word is cached."""
+    size = prefix.chain.page_tokens
+    last = min(prefix.given, tokens.size // size)
+    if first >= last:
+        return
+    parent = prefix.keys[first - 1] if first else prefix.root
+    chain = KeyChain(parent, prefix.history, size, first * size)
+    if chain.extend(tokens[first * size : last * size].astype("<i4").tobytes()) != prefix.keys[first:last]:
+        raise InternalFault(
+            ErrorCode.PREFIX_RECEIPT,
+            f"the keys of blocks {first} to {last - 1} are not those of the prompt under its history",
+        )
 
 
 # ---------------------------------------------------------------- giving up

@@ -9,6 +9,7 @@ from loraplex.core.messages import EngineSampling
 from loraplex.core.packed import I32
 from loraplex.core.ports import Constraint
 from loraplex.identity.cache import KeyChain
+from loraplex.identity.execution import History
 from loraplex.memory.leases import RevisionLease, SlotLease
 from loraplex.memory.prefix import EMPTY_RECEIPT, CachedBlock, Receipt
 from loraplex.memory.residency import AdapterEntry
@@ -27,14 +28,18 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class RequestPrefix:
-    """What a request has to do with cached blocks. chain: makes the keys of its generated blocks. keys: of its full blocks.
+    """What a request has to do with cached blocks. root, history: what its keys begin with. chain: makes the keys of its
+    generated blocks. keys: of its full blocks, of which its client made the first `given`.
 
     looks_up: whether it may take what is cached. receipt: of its last look-up. blocks: cached ones that it references, from
     the first on. computing: keys that others wait for while it computes their blocks. matched: blocks that were found.
     """
 
+    root: bytes
+    history: History
     chain: KeyChain
     keys: list[bytes]
+    given: int
     looks_up: bool
     receipt: Receipt = EMPTY_RECEIPT
     blocks: list[CachedBlock] = field(default_factory=list)

@@ -91,7 +91,8 @@ class PrefixIndex:
     def matched(self, keys: Sequence[bytes]) -> int:
         """How many of a request's block keys are cached, from the first on without a gap. O(log keys).
 
-        A block is cached only below its cached parent, so the cached ones of a chain are its beginning.
+        A block is cached only below its cached parent, so the cached ones of a chain are its beginning. Whether the keys are a
+        chain, `acquire` finds out.
         """
         return bisect_left(keys, True, key=lambda key: key not in self._blocks)
 
