@@ -122,6 +122,17 @@ def serve(
     drain_s: Annotated[
         float, Parameter(help="Seconds that open requests may take after SIGTERM.")
     ] = DEFAULT_DRAIN_S,
+    adapter_floor: Annotated[
+        float,
+        Parameter(help="Part of the pool below which running requests take no adapter's pages, 0 to 1."),
+    ] = 0.0,
+    prefix_cache: Annotated[
+        bool, Parameter(help="Keep prefixes and answers for requests that begin alike.")
+    ] = True,
+    prefix_share: Annotated[
+        float,
+        Parameter(help="Part of the pool that cached prefixes keep while several requests run, 0 to 1."),
+    ] = 0.0,
 ) -> int:
     """Serve a base model and its adapters over HTTP."""
     if tensor_parallel != 1:
@@ -150,6 +161,9 @@ def serve(
         drain_s=drain_s,
         host_gb=host_gb,
         host_locked_gb=host_locked_gb,
+        adapter_floor=adapter_floor,
+        prefix_cache=prefix_cache,
+        prefix_share=prefix_share,
     )
     return run_server(config)
 

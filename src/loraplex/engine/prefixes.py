@@ -86,10 +86,10 @@ def begin(
         if count:
             raise _refused(f"{count} keys came where nothing is cached; send none")
         return None
-    if message.namespace != namespace_of(message.tenant, limits.shared_tenants):
-        raise _refused(f"tenant {message.tenant!r} has no part in namespace {message.namespace!r}")
     if not count and expected:
         return None
+    if message.namespace != namespace_of(message.tenant, limits.shared_tenants):
+        raise _refused(f"tenant {message.tenant!r} has no part in namespace {message.namespace!r}")
     execution = entry.execution if entry is not None else None
     history = history_of(limits.base_abi, execution, message.invoked_at if message.invoked_at >= 0 else None)
     root = cache_root(limits.cache_abi, GRAPH_REVISION, message.namespace)

@@ -44,8 +44,8 @@ def evict_for(state: EngineState, pages: int, keep: AdapterEntry | None = None) 
 
 
 def _floors(state: EngineState) -> dict[PageClass, int]:
-    """What pressure of requests leaves alone; `EngineState.spare_blocks` knows the floor of cached blocks."""
-    return {PageClass.ADAPTER: state.limits.adapter_floor}
+    """What pressure of requests leaves alone, the last one's excepted; `EngineState.spare_blocks` knows the floor of cached blocks."""
+    return {PageClass.ADAPTER: state.limits.adapter_floor if len(state.by_slot) > 1 else 0}
 
 
 def _free_available(state: EngineState, count: int, keep: AdapterEntry | None = None) -> None:
