@@ -27,8 +27,9 @@ from loraplex.core.messages import (
     ToEngine,
 )
 from loraplex.engine.deltas import digest_words
-from loraplex.sim.faults import Injector, Operation, Setup
-from loraplex.sim.tokens import adapter_number
+from loraplex.identity.execution import adapter_execution, base_execution
+from loraplex.sim.faults import BASE, VOCAB, Injector, Operation, Setup
+from loraplex.sim.tokens import adapter_number, head_only
 from loraplex.sim.wrong import Wrong
 
 
@@ -68,7 +69,8 @@ def digest(name: str) -> str:
 
 @dataclass(slots=True)
 class Image:
-    """One revision of an alias. size_class: of its block, 0 for whole pages. known: the engine has confirmed it, and requests may name it. pins: confirmed ones."""
+    """One revision of an alias. size_class: of its block, 0 for whole pages. invocation: tokens that
+    switch it on, none for one that is always on. known: the engine has confirmed it, and requests may name it. pins: confirmed ones."""
 
     alias: str
     key: str
@@ -76,8 +78,14 @@ class Image:
     number: int
     pages: int
     size_class: int = 0
+    invocation: tuple[int, ...] = ()
     known: bool = False
     pins: int = 0
+
+    @property
+    def execution(self) -> str:
+        """What acts where it is on, as far as KV rows can tell."""
+        return base_execution(BASE) if head_only(self.number) else adapter_execution(self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +101,7 @@ class Names:
         self._setup, self._injector, self.inbox = setup, injector, inbox
         self._rng = Random(f"{setup.seed}/names")
         self._small = Random(f"{setup.seed}/small names")
+        self._activation = Random(f"{setup.seed}/activation")
         self._current: dict[str, Image] = {}
         self._by_key: dict[str, Image] = {}
         self._revisions: Counter[str] = Counter()
@@ -191,7 +200,12 @@ class Names:
             classes = self._setup.limits.kv.page_tokens.bit_length() - 1
             pages, size_class = 1, 1 + self._small.randrange(classes)
         number = adapter_number(digest_words(kernel))
-        self._ask_to_register(Image(alias, digest(name), kernel, number, pages, size_class))
+        invocation: tuple[int, ...] = ()
+        if self._activation.random() < self._setup.activated:
+            invocation = tuple(
+                self._activation.randrange(VOCAB) for _ in range(self._activation.randint(1, 2))
+            )
+        self._ask_to_register(Image(alias, digest(name), kernel, number, pages, size_class, invocation))
 
     def _ask_to_register(self, image: Image) -> None:
         self._by_key[image.key] = image
@@ -204,6 +218,8 @@ class Names:
             (0, 1),
             1000,
             image.size_class,
+            image.execution,
+            image.invocation,
         )
         self._send(Kind.REGISTER, image, message)
 

@@ -32,7 +32,8 @@ def mix(values: U64) -> U64:
     return values ^ (values >> _S29)
 
 
-def _mix_one(value: int) -> int:
+def mix_one(value: int) -> int:
+    """`mix` of one word."""
     value = ((value ^ (value >> 31)) * _ROUND) & _WORD
     return value ^ (value >> 29)
 
@@ -79,10 +80,10 @@ def expected_tokens(prompt: I32, adapter: int, count: int, vocab_size: int, invo
     total = int((rows * position_weights(prompt.size)).sum(dtype=np.uint64))
     out: list[int] = []
     for position in range(prompt.size, prompt.size + count):
-        token = _mix_one((total + head) & _WORD) % vocab_size
+        token = mix_one((total + head) & _WORD) % vocab_size
         out.append(token)
-        row = _mix_one((token * _GOLDEN + position * _SPREAD + adapter) & _WORD)
-        total = (total + row * (_mix_one(((position + 1) * _GOLDEN) & _WORD) | 1)) & _WORD
+        row = mix_one((token * _GOLDEN + position * _SPREAD + adapter) & _WORD)
+        total = (total + row * (mix_one(((position + 1) * _GOLDEN) & _WORD) | 1)) & _WORD
     return out
 
 
