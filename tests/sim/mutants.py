@@ -581,9 +581,6 @@ def a_token_found_late_is_cached(patch: Patch) -> None:
             r.request_id: r for s in slots.tolist() if (r := state.by_slot[s]).request_id not in state.records
         }
         state.records.update(ended)
-        ahead = {r.slot: (int(state.table.known[r.slot])) for r in ended.values()}
-        for slot, known in ahead.items():
-            state.table.tokens[slot, known : known + 1] = 0
         try:
             return real(state, plan, slots)
         finally:

@@ -25,7 +25,10 @@ def busy_setup(seed: int, mutant: Mutant) -> Setup:
     if mutant.small:
         limits = replace(limits, kv=replace(limits.kv, page_tokens=4), max_adapter_slots=16)
     if mutant.cached:
-        limits = replace(limits, kv=replace(limits.kv, page_tokens=1 + seed % 2), shared_tenants=frozenset())
+        limits = replace(
+            limits, kv=replace(limits.kv, page_tokens=1 + seed % 2), num_pages=61, host_bytes=None
+        )
+        limits = replace(limits, shared_tenants=frozenset(), prefix_floor=0)
         drawn = replace(drawn, tenants=3, alike=0.9, activated=0.5, prompt_tokens=12, output_tokens=10)
     return replace(
         drawn,

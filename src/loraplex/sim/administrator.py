@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
+from typing import Final
 
 from loraplex.core.messages import (
     Inspect,
@@ -28,7 +29,7 @@ from loraplex.core.messages import (
 )
 from loraplex.engine.deltas import digest_words
 from loraplex.identity.execution import adapter_execution, base_execution
-from loraplex.sim.faults import BASE, VOCAB, Injector, Operation, Setup
+from loraplex.sim.faults import BASE, Injector, Operation, Setup
 from loraplex.sim.tokens import adapter_number, head_only
 from loraplex.sim.wrong import Wrong
 
@@ -60,6 +61,10 @@ LEGAL = {
     Kind.LIMITS: NO_ROOM,
     Kind.INSPECT: frozenset[str](),
 }
+
+
+INVOCATIONS: Final = ((7,), (8, 9))
+"""What switches activated adapters on: few, so that several have one in common."""
 
 
 def digest(name: str) -> str:
@@ -202,9 +207,7 @@ class Names:
         number = adapter_number(digest_words(kernel))
         invocation: tuple[int, ...] = ()
         if self._activation.random() < self._setup.activated:
-            invocation = tuple(
-                self._activation.randrange(VOCAB) for _ in range(self._activation.randint(1, 2))
-            )
+            invocation = self._activation.choice(INVOCATIONS)
         self._ask_to_register(Image(alias, digest(name), kernel, number, pages, size_class, invocation))
 
     def _ask_to_register(self, image: Image) -> None:

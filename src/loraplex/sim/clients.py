@@ -224,7 +224,9 @@ class Clients:
         if prompt.size < length:
             prompt = np.zeros(length, dtype=np.int32)
         prompt = prompt.copy()
-        at = self._prompts.randint(0, prompt.size - length)
+        at = self._prompts.choice(
+            [(prompt.size - length) // 2, self._prompts.randint(0, prompt.size - length)]
+        )
         prompt[at : at + length] = invocation
         last = max(
             start for start in range(prompt.size - length + 1)
