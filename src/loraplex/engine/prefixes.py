@@ -153,7 +153,9 @@ def bind(state: EngineState, record: RequestRecord) -> None:
     if reused:
         pages = np.array(prefix.receipt.pages, dtype=np.int32)
         state.deltas.page_table(table.add_pages(slot, pages))
-        table.note_blocks(slot, np.arange(reused), np.array([block.number for block in prefix.blocks]))
+        table.note_blocks(
+            np.full(reused, slot), np.arange(reused), np.array([block.number for block in prefix.blocks])
+        )
     table.published[slot] = reused
     _extend(prefix, record.tokens)
     for key in prefix.keys[reused:]:
@@ -204,6 +206,25 @@ def _extend(prefix: RequestPrefix, tokens: I32) -> None:
 # ---------------------------------------------------------------- commit
 
 
+class _New:
+    """Blocks that a commit makes cached: of which slot, at which entry of its page table, under which number."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.indices: list[int] = []
+        self.numbers: list[int] = []
+
+    def settle(self, state: EngineState) -> None:
+        """Their pages change hands, all at once."""
+        if not self.slots:
+            return
+        table = state.table
+        slots, indices, numbers = np.array(self.slots), np.array(self.indices), np.array(self.numbers)
+        state.pool.cache(table.page_table[slots, indices], slots, table.incarnation[slots], numbers)
+        table.note_blocks(slots, indices, numbers)
+        state.reuse.published += slots.size
+
+
 def publish(state: EngineState, plan: int, slots: Slots) -> list[tuple[RequestRecord, InternalFault]]:
     """Cache the blocks that are complete by now. slots: those whose sample in `plan`, just committed, is finite.
 
@@ -212,57 +233,51 @@ def publish(state: EngineState, plan: int, slots: Slots) -> list[tuple[RequestRe
     table, size = state.table, state.limits.kv.page_tokens
     due = slots[table.committed[slots] // size > table.published[slots]]
     wrong: list[tuple[RequestRecord, InternalFault]] = []
-    count = 0
+    if not due.size:
+        return wrong
+    new = _New()
     for slot in due.tolist():
         record = state.by_slot[slot]
         if record.prefix is None or record.request_id not in state.records:
             continue  # ended, so what this plan computed for it lies beyond its end
         try:
-            count += _publish(state, plan, slot, record.prefix)
+            _publish(state, plan, slot, record.prefix, new)
         except InternalFault as fault:
             table.published[slot] = NO_CACHE
             wrong.append((record, fault))
-    if count:
-        state.reuse.published += count
+    new.settle(state)
+    if new.slots:
+        count = len(new.slots)
         state.emit(PrefixPublished(state.clock.now_ns(), plan, count, count * state.pool.page_bytes))
     return wrong
 
 
-def _publish(state: EngineState, plan: int, slot: int, prefix: RequestPrefix) -> int:
-    """Cache the complete blocks of one request; how many are new."""
+def _publish(state: EngineState, plan: int, slot: int, prefix: RequestPrefix, new: _New) -> None:
+    """Cache the complete blocks of one request."""
     table, size = state.table, state.limits.kv.page_tokens
     first, last = int(table.published[slot]), int(table.committed[slot]) // size
     tokens = table.tokens[slot, : last * size]
     _extend(prefix, tokens)
     _require_true(prefix, tokens, first)
-    new: list[int] = []
-    numbers: list[int] = []
-    try:
-        for index in range(first, last):
-            parent = prefix.blocks[-1] if prefix.blocks else None
-            page = int(table.page_table[slot, index])
-            execution, _ = prefix.chain.acting(index * size)
-            block = state.prefix.publish(parent, prefix.keys[index], page, execution, plan)
-            if block is None:  # its execution was dropped: nobody finds anything behind it
-                last = NO_CACHE
-                break
-            prefix.blocks.append(block)
-            if block.page == page:
-                new.append(index)
-                numbers.append(block.number)
-    finally:
-        if new:
-            at, blocks = np.array(new), np.array(numbers)
-            pages = table.page_table[slot, at]
-            state.pool.cache(pages, np.full(at.size, slot), np.full(at.size, table.incarnation[slot]), blocks)
-            table.note_blocks(slot, at, blocks)
     table.published[slot] = last
-    known = dict.fromkeys(prefix.keys[first:last])
-    done = 0
-    while done < len(prefix.computing) and prefix.computing[done] in known:
-        done += 1
-    _no_longer_computing(state, prefix, prefix.computing[:done])
-    return len(new)
+    blocks, keys, index = prefix.blocks, prefix.keys, state.prefix
+    for at, page in enumerate(table.page_table[slot, first:last].tolist(), first):
+        execution, _ = prefix.chain.acting(at * size)
+        block = index.publish(blocks[-1] if blocks else None, keys[at], page, execution, plan)
+        if block is None:  # its execution was dropped: nobody finds anything behind it
+            table.published[slot] = NO_CACHE
+            break
+        blocks.append(block)
+        if block.page == page:
+            new.slots.append(slot)
+            new.indices.append(at)
+            new.numbers.append(block.number)
+    if prefix.computing:
+        made = set(keys[first:last])
+        done = 0
+        while done < len(prefix.computing) and prefix.computing[done] in made:
+            done += 1
+        _no_longer_computing(state, prefix, prefix.computing[:done])
 
 
 def _require_true(prefix: RequestPrefix, tokens: I32, first: int) -> None:

@@ -115,6 +115,8 @@ class KeyChain:
 
     def acting(self, position: int) -> tuple[bytes, int]:
         """The execution at the end of the block that begins at `position`, and where inside the block it begins."""
+        if position >= self._history[-1].start:
+            return self._executions[-1], 0
         end = position + self.page_tokens
         index = max(i for i, interval in enumerate(self._history) if interval.start < end)
         return self._executions[index], max(self._history[index].start - position, 0)

@@ -156,9 +156,9 @@ class RunningTable:
         count = int(self.pages[slot])
         return np.asarray(self.page_table[slot, :count][self.block_table[slot, :count] == 0])
 
-    def note_blocks(self, slot: int, indices: Slots, numbers: Slots) -> None:
-        """From here on these entries of the slot's page table name pages of cached blocks."""
-        self.block_table[slot, indices] = numbers
+    def note_blocks(self, slots: Slots, indices: Slots, numbers: Slots) -> None:
+        """From here on these entries of page tables name pages of cached blocks."""
+        self.block_table[slots, indices] = numbers
 
     def pages_each(self, slots: I32) -> tuple[I32, I32, Slots]:
         """Pages of many slots, slot after slot, the slot that names each, and the cached block that owns it or 0."""
