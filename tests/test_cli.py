@@ -181,8 +181,8 @@ class FakeServer(BaseHTTPRequestHandler):
             self.reply(404, json.dumps({"error": error}))
         elif self.path == "/v1/load_lora_adapter":
             self.reply(200, "Success")
-        elif self.path == "/v1/adapters":
-            self.reply(200, json.dumps({"object": "list", "data": [ADAPTER]}))
+        elif self.path.startswith("/v1/adapters?"):
+            self.reply(200, json.dumps({"object": "list", "data": [ADAPTER], "has_more": False}))
         else:
             self.reply(200, json.dumps(ADAPTER))
 
@@ -220,7 +220,7 @@ def test_adapters_of_a_running_server(loraplex: Callable[..., Result]) -> None:
     assert "sql@3" in loraplex("adapters", "swap", "sql", "/y").out
     assert loraplex("adapters", "swap", "sql", "/y", "--expected", "2", "--drain").status == 0
     assert "sql is removed" in loraplex("adapters", "remove", "sql").out
-    assert FakeServer.asked[0] == ("GET", "/v1/adapters", None, "Bearer secret")
+    assert FakeServer.asked[0] == ("GET", "/v1/adapters?limit=1000", None, "Bearer secret")
     assert [(m, p, b) for m, p, b, _ in FakeServer.asked[3:]] == [
         ("POST", "/v1/load_lora_adapter", {"lora_name": "a/b", "lora_path": "/x"}),
         ("GET", "/v1/adapters/a%2Fb", None),

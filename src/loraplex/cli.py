@@ -23,41 +23,27 @@ from loraplex.bench.bench_commands import bench_app
 from loraplex.catalog.catalog_commands import catalog_app
 from loraplex.config import DEFAULT_DRAIN_S, DEFAULT_STORE_GB, ServeConfig, parse_adapter
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, Root
+from loraplex.serve_options import (
+    AdapterFloorOption,
+    AdapterOption,
+    CatalogOption,
+    DemoOption,
+    DtypeOption,
+    HostOption,
+    LateOption,
+    LengthOption,
+    LockedOption,
+    PoolOption,
+    PrefixCacheOption,
+    PrefixShareOption,
+    RootOption,
+    StoreOption,
+    StrictOption,
+)
 from loraplex.server.administration.adapter_commands import DEFAULT_URL, Key, Url, adapters_app
 from loraplex.server.administration.admin_client import RemoteServer
 
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
-DemoOption = Annotated[bool, Parameter(negative="", help="Serve the demo model, SmolLM2-135M-Instruct.")]
-AdapterOption = Annotated[
-    tuple[str, ...],
-    Parameter(
-        negative="",
-        help="NAME=SOURCE: serve the adapter in SOURCE, a folder or s3://, hf:// and others, as NAME.",
-    ),
-]
-RootOption = Annotated[
-    tuple[str, ...],
-    Parameter(
-        negative="",
-        help="Serve each adapter folder in it; the only place that clients may load from. Or a URL prefix.",
-    ),
-]
-StrictOption = Annotated[
-    bool, Parameter(negative="", help="Refuse adapters that were trained on another model by their own word.")
-]
-LateOption = Annotated[bool, Parameter(help="Look into --adapter-dir again for a name that is not known.")]
-CatalogOption = Annotated[
-    str | None,
-    Parameter(
-        help="Where names and revisions are kept: sqlite:////PATH or postgresql://...; else until the end."
-    ),
-]
-LockedOption = Annotated[
-    float | None,
-    Parameter(help="Of them, page-locked for a CUDA device, in GiB; half of them and 4 at most by default."),
-]
-StoreOption = Annotated[float, Parameter(help="Most of the disk that downloaded adapters may take, in GiB.")]
-
 app = App(
     name="loraplex",
     help="Serves many LoRA adapters from one resident base model.",
@@ -89,20 +75,11 @@ def serve(
     host: Annotated[str, Parameter(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Parameter(help="Port to listen on.")] = 8000,
     device: Annotated[Literal["cpu", "cuda"], Parameter(help="Where the model runs.")] = "cpu",
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Parameter(help="Type of weights and cache; auto is bfloat16 where the hardware multiplies it."),
-    ] = "auto",
-    pool_gb: Annotated[
-        float | None, Parameter(help="Page pool for KV and adapters, in GiB; 1 on cpu, what is left on cuda.")
-    ] = None,
-    host_gb: Annotated[
-        float | None, Parameter(help="Adapter images in host memory, in GiB; a quarter of it by default.")
-    ] = None,
+    dtype: DtypeOption = "auto",
+    pool_gb: PoolOption = None,
+    host_gb: HostOption = None,
     host_locked_gb: LockedOption = None,
-    max_model_len: Annotated[
-        int | None, Parameter(help="Positions of one request at most; the model's, on cpu at most 8192.")
-    ] = None,
+    max_model_len: LengthOption = None,
     tensor_parallel: Annotated[int, Parameter(help="Devices that share the model; 1 for now.")] = 1,
     policy: Annotated[str, Parameter(help="Scheduling policy; fcfs for now.")] = "fcfs",
     api_key_file: Annotated[str | None, Parameter(help="File of key hashes, tenants and roles.")] = None,
@@ -124,6 +101,9 @@ def serve(
     drain_s: Annotated[
         float, Parameter(help="Seconds that open requests may take after SIGTERM.")
     ] = DEFAULT_DRAIN_S,
+    adapter_floor: AdapterFloorOption = 0.0,
+    prefix_cache: PrefixCacheOption = True,
+    prefix_share: PrefixShareOption = 0.0,
 ) -> int:
     """Serve a base model and its adapters over HTTP."""
     if tensor_parallel != 1:
@@ -154,6 +134,9 @@ def serve(
         drain_s=drain_s,
         host_gb=host_gb,
         host_locked_gb=host_locked_gb,
+        adapter_floor=adapter_floor,
+        prefix_cache=prefix_cache,
+        prefix_share=prefix_share,
     )
     return run_server(config)
 

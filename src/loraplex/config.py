@@ -24,7 +24,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disk store has them, or brought into shared memory by a process. host_gb: host images together, in GiB.
     host_locked_gb: of them, in a region that a CUDA device locks and reads in place, in GiB; 0 for none. host_dir:
     where backends find host images; None where they lie in images_dir. adapter_share: part of the pool that adapters may
-    take at first. plan_log: file that receives every packed plan. scrub: fill freed
+    take at first. share_prefixes: tenants that find one another's cached prefixes. adapter_floor: part of the pool below which
+    running requests take no adapter's pages. prefix_cache: whether prefixes are cached at all. prefix_share: part of the pool
+    that cached prefixes keep while several requests run. plan_log: file that receives every packed plan. scrub: fill freed
     pages with 0xFF (tests).
     """
 
@@ -45,6 +47,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host_locked_gb: float | None = None
     host_dir: str | None = None
     adapter_share: float = 1.0
+    share_prefixes: tuple[str, ...] = ()
+    adapter_floor: float = 0.0
+    prefix_cache: bool = True
+    prefix_share: float = 0.0
     plan_log: str | None = None
     scrub: bool = False
 
@@ -59,11 +65,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 ErrorCode.CONFIG_INVALID, f"host_gb must be above 0, got {self.host_gb}", param="host_gb"
             )
         _locked_size(self)
-        if not 0 <= self.adapter_share <= 1:
-            raise CallerError(
-                ErrorCode.CONFIG_INVALID,
-                f"adapter_share must be from 0 to 1, got {self.adapter_share}",
-                param="adapter_share",
+        for part in ("adapter_share", "adapter_floor", "prefix_share"):
+            if not 0 <= getattr(self, part) <= 1:
+                raise _invalid(part, f"{part} must be from 0 to 1, got {getattr(self, part)}")
+        if self.prefix_share and not self.prefix_cache:
+            raise _invalid(
+                "prefix_share", f"prefix_share is {self.prefix_share} where no prefix is cached; leave it out"
             )
         if self.pool_gb is not None and not 0 < self.pool_gb < 1 << 20:
             raise CallerError(
@@ -120,7 +127,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     is not known is looked for there again. strict_base: refuse adapters that name another base model. catalog: URL of its database,
     None for one that ends with the server. store_gb: limit of the store of downloaded adapters, GiB. api_key_file:
     without one, only loopback. expose_without_keys: listen elsewhere all the same. log_prompts: prompts may stand in the
-    log. host_gb: adapter images in host memory, in GiB. host_locked_gb: see `EngineConfig`. drain_s: how long open requests may go on after SIGTERM.
+    log. host_gb: adapter images in host memory, in GiB. host_locked_gb, adapter_floor, prefix_cache, prefix_share: see `EngineConfig`. drain_s: how long open requests may go on after SIGTERM.
     """
 
     model: str | None = None
@@ -146,6 +153,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     drain_s: float = DEFAULT_DRAIN_S
     host_gb: float | None = None
     host_locked_gb: float | None = None
+    adapter_floor: float = 0.0
+    prefix_cache: bool = True
+    prefix_share: float = 0.0
 
     def __post_init__(self) -> None:
         if self.demo == (self.model is not None):
@@ -184,6 +194,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             loader="process",
             host_gb=self.host_gb,
             host_locked_gb=self.host_locked_gb,
+            adapter_floor=self.adapter_floor,
+            prefix_cache=self.prefix_cache,
+            prefix_share=self.prefix_share,
         )
 
 

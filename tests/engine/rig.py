@@ -13,8 +13,12 @@ from loraplex.core.messages import EngineSampling, RegisterAdapter, Submit
 from loraplex.engine.deltas import digest_words
 from loraplex.engine.sizes import EngineLimits
 from loraplex.engine.step import Engine
+from loraplex.identity.cache import KeyChain, cache_root, namespace_of
+from loraplex.identity.canonical import digest
+from loraplex.identity.closure import GRAPH_REVISION
+from loraplex.identity.execution import adapter_execution, base_execution, history_of
 from loraplex.sim.device import Faults, VirtualDevice
-from loraplex.sim.tokens import adapter_number, expected_tokens
+from loraplex.sim.tokens import adapter_number, expected_tokens, head_only
 from loraplex.sim.world import EventLog, MemoryMailbox, VirtualClock
 
 VOCAB = 997
@@ -28,6 +32,11 @@ def sampling(**changes: Any) -> EngineSampling:
         "prompt_logprobs": -1,
     }  # fmt: skip
     return EngineSampling(**{**fields, **changes})
+
+
+BASE = digest("base")
+CACHE = digest("cache")
+CACHED: dict[str, Any] = {"prefix_cache": True, "base_abi": BASE, "cache_abi": CACHE}
 
 
 class Rig:
@@ -44,20 +53,42 @@ class Rig:
         self.device = VirtualDevice(self.limits.bounds, page_tokens, self.faults)
         self.mailbox, self.clock, self.log = MemoryMailbox(), VirtualClock(), EventLog()
         self.engine = Engine(self.limits, self.device, self.mailbox, self.clock, self.log, grammars=grammars)
-        self.prompts: dict[str, tuple[np.ndarray, str | None, int]] = {}
+        self.prompts: dict[str, tuple[np.ndarray, str | None, int, int]] = {}
+        self.invocations: dict[str, tuple[int, ...]] = {}
         self.calls = 0
 
     def kernel_digest(self, key: str) -> str:
         return hashlib.sha256(key.encode()).hexdigest()
 
-    def register(self, key: str, pages: int = 2, size_class: int = 0) -> int:
+    def number(self, key: str) -> int:
+        return adapter_number(digest_words(self.kernel_digest(key)))
+
+    def execution(self, key: str) -> str:
+        """An adapter of the output head executes as the base."""
+        return base_execution(BASE) if head_only(self.number(key)) else adapter_execution(digest(key))
+
+    def register(
+        self, key: str, pages: int = 2, size_class: int = 0, invocation: tuple[int, ...] = ()
+    ) -> int:
         self.calls += 1
+        self.invocations[key] = invocation
         self.mailbox.inbox.append(
             RegisterAdapter(
-                self.calls, key, self.kernel_digest(key), pages, ((4, 2),), (0, 1), 1000, size_class
+                self.calls, key, self.kernel_digest(key), pages, ((4, 2),), (0, 1), 1000, size_class,
+                self.execution(key), invocation,
             )
-        )
+        )  # fmt: skip
         return self.calls
+
+    def keys(
+        self, prompt: np.ndarray, adapter: str | None, invoked_at: int = -1, namespace: str = "default"
+    ) -> bytes:
+        """Keys of a prompt's full blocks, as a client makes them."""
+        execution = self.execution(adapter) if adapter is not None else None
+        history = history_of(BASE, execution, None if invoked_at < 0 else invoked_at)
+        root = cache_root(CACHE, GRAPH_REVISION, namespace)
+        chain = KeyChain(root, history, self.limits.kv.page_tokens)
+        return b"".join(chain.extend(prompt.astype("<i4").tobytes()))
 
     def submit(
         self,
@@ -65,14 +96,21 @@ class Rig:
         prompt: list[int],
         adapter: str | None = None,
         grammar: str | None = None,
+        tenant: str = "default",
+        invoked_at: int = -1,
         **changes: Any,
     ) -> None:
         params = sampling(**changes)
         array = np.array(prompt, dtype=np.int32)
-        self.prompts[name] = (array, adapter, params.max_tokens)
+        self.prompts[name] = (array, adapter, params.max_tokens, invoked_at)
+        namespace = namespace_of(tenant, self.limits.shared_tenants)
+        keys = self.keys(array, adapter, invoked_at, namespace) if self.limits.prefix_cache else b""
         self.mailbox.inbox.append(
-            Submit(name, array.astype("<i4").tobytes(), params, adapter, grammar=grammar)
-        )
+            Submit(
+                name, array.astype("<i4").tobytes(), params, adapter, tenant, grammar=grammar, namespace=namespace,
+                block_keys=keys, invoked_at=invoked_at,
+            )
+        )  # fmt: skip
 
     def step(self) -> bool:
         self.clock.now += 1000
@@ -88,9 +126,9 @@ class Rig:
         raise AssertionError(f"not idle after {limit} steps: {self.engine.state.records}")
 
     def expected(self, name: str) -> list[int]:
-        prompt, adapter, count = self.prompts[name]
-        number = adapter_number(digest_words(self.kernel_digest(adapter))) if adapter else 0
-        return expected_tokens(prompt, number, count, VOCAB)
+        prompt, adapter, count, invoked_at = self.prompts[name]
+        number = self.number(adapter) if adapter else 0
+        return expected_tokens(prompt, number, count, VOCAB, max(invoked_at, 0))
 
     def assert_answered(self, *names: str) -> None:
         for name in names:

@@ -150,7 +150,7 @@ SNAPSHOTS = [
 def flight(rig: Rig) -> BatchPlan:
     state = rig.engine.state
     for slot in state.by_slot:  # pages that the plan tells of, so that page deltas are there to be wrong
-        pages = state.table.owned_pages(slot)
+        pages = state.table.own_pages(slot)
         state.deltas.page_table(
             PageDeltaColumns.filled(pages.size, slot=slot, index=np.arange(pages.size), page=pages)
         )

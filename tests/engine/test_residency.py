@@ -303,7 +303,7 @@ def test_plans_carry_copies_only_past_their_fence() -> None:
         for page in plan.copy_pages.tolist():
             assert used.get(page, 0) <= rig.engine.state.committed, page
         for slot in plan.requests.slot.tolist():
-            for page in rig.engine.state.table.owned_pages(slot).tolist():
+            for page in rig.engine.state.table.own_pages(slot).tolist():
                 used[page] = plan.generation
 
     rig.device.on_plan = watch

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.memory.prefix import Block, PrefixIndex, Receipt
+from loraplex.memory.prefix import CachedBlock, PrefixIndex, Receipt
 
 X, Y = b"x" * 32, b"y" * 32
 
 
-def chain(index: PrefixIndex, names: str, launch: int = 1, execution: bytes = X) -> list[Block]:
+def chain(index: PrefixIndex, names: str, launch: int = 1, execution: bytes = X) -> list[CachedBlock]:
     """Blocks with one-letter keys, each naming its whole path, published in order and held."""
-    held: list[Block] = []
+    held: list[CachedBlock] = []
     parent = None
     for end in range(1, len(names) + 1):
         key = names[:end].encode()
@@ -81,7 +81,7 @@ def test_a_dropped_execution_is_not_found_and_goes_with_its_readers() -> None:
     index.check()
 
 
-def broken_receipts() -> dict[str, Callable[[PrefixIndex, list[Block]], object]]:
+def broken_receipts() -> dict[str, Callable[[PrefixIndex, list[CachedBlock]], object]]:
     return {
         "a key that is not cached": lambda index, held: index.acquire(keys("abx"), 2),
         "a chain without its beginning": lambda index, held: index.acquire([b"b"], 2),
@@ -144,7 +144,7 @@ class Reader(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = PrefixIndex(2)
-        self.held: list[tuple[str, Receipt | list[Block]]] = []
+        self.held: list[tuple[str, Receipt | list[CachedBlock]]] = []
         self.cached: set[str] = set()
         self.pages = 0
         self.launch = 0
@@ -159,6 +159,8 @@ class Reader(RuleBasedStateMachine):
             hit += 1
         wanted = [name.encode() for name in path]
         assert self.index.matched(wanted) == hit
+        read = {name[:end] for name, _ in self.held for end in range(1, len(name) + 1)}
+        assert self.index.unread(wanted[:hit]) == len(set(path[:hit]) - read)
         blocks = list(self.index.acquire(wanted[:hit], self.launch).blocks)
         for key in wanted[hit:]:
             self.pages += 1
@@ -181,7 +183,10 @@ class Reader(RuleBasedStateMachine):
     def give_up(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(0, self.index.unreferenced))
         read = {name[:end] for name, _ in self.held for end in range(1, len(name) + 1)}
-        for block in self.index.give_up(count):
+        announced = self.index.next_to_go(count)
+        given = self.index.give_up(count)
+        assert given == announced
+        for block in given:
             name = block.key.decode()
             assert name not in read
             assert not any(other != name and other.startswith(name) for other in self.cached)

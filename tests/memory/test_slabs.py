@@ -9,6 +9,7 @@ import pytest
 
 from loraplex.core.errors import ErrorCode, InternalFault, LoraplexError
 from loraplex.core.layout import MAX_SIZE_CLASS, block_bytes, size_class_for
+from loraplex.core.plan import BlockColumns
 from loraplex.memory.pages import PagePool, PageState
 from loraplex.memory.residency import AdapterEntry, AdapterState
 from loraplex.memory.slabs import Block
@@ -177,7 +178,7 @@ def test_a_copy_waits_for_the_launches_that_name_its_block_and_for_no_neighbours
     at = Slots()
     a, b = at.load("a"), at.load("b")
     at.pool.slabs.release(block(b), b.slot, 3, 40)
-    at.pool.slabs.name(i32(block(a).page, 2, 1).reshape(1, 3), 41)
+    at.pool.slabs.name(BlockColumns.filled(1, page=block(a).page, size_class=2, block=1), 41)
     fresh = at.reserve(small("c"))
     assert fresh.adapter_fence == 0  # a block that nobody had, of the three free ones
     taken = [fresh] + [at.reserve(small(key)) for key in "de"]
@@ -200,7 +201,9 @@ def test_a_page_brings_its_fence_into_its_blocks_and_takes_theirs_out() -> None:
     at.pool.slabs.release(block(a), a.slot, 3, 30)
     at.pool.slabs.release(block(b), b.slot, 3, 20)
     assert at.pool.fence_of(pages) == 30
-    at.pool.slabs.name(i32(pages[0], 2, 1).reshape(1, 3), 31)  # a scrub of a block whose slab is gone
+    at.pool.slabs.name(
+        BlockColumns.filled(1, page=pages[0], size_class=2, block=1), 31
+    )  # a scrub of a block whose slab is gone
     assert at.pool.fence_of(pages) == 31
 
 

@@ -62,6 +62,7 @@ def open_rows(requests: list[Request], seed: int = 5) -> OpenColumns:
         len(requests),
         slot=[r.slot for r in requests],
         incarnation=[r.incarnation for r in requests],
+        kv_start=[r.planned for r in requests],
         prompt_tokens=[len(r.prompt) for r in requests],
         temperature=float_bits([r.temperature for r in requests]),
         top_p=float_bits([r.top_p for r in requests]),

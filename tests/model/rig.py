@@ -35,19 +35,23 @@ class Rig:
         pages: int,
         executor: Any = None,
         images: Images | None = None,
+        names: tuple[str, ...] = tuple(CONFIGS),
+        **changes: Any,
     ) -> None:
+        """names: of adapters that are registered. changes: to the engine's sizes."""
         kv = model.spec.kv_shape(4, 4)
-        limits = EngineLimits(
-            kv=kv, num_pages=pages, max_requests=8, max_model_len=64, token_budget=24, vocab_size=VOCAB, depth=depth,
-            max_adapter_slots=6, growth_horizon=4, scrub=True,
-        )  # fmt: skip
+        sizes: dict[str, Any] = {
+            "kv": kv, "num_pages": pages, "max_requests": 8, "max_model_len": 64, "token_budget": 24, "vocab_size": VOCAB,
+            "depth": depth, "max_adapter_slots": 6, "growth_horizon": 4, "scrub": True,
+        }  # fmt: skip
+        self.limits = limits = EngineLimits(**{**sizes, **changes})
         self.images, self.mailbox, self.log = images or Images(), MemoryMailbox(), EventLog()
         self.clock = VirtualClock()
         pool = allocate_pool(pages, kv.page_bytes, model.weights.device, poison=True)
         made = None if executor is None else executor(kv, limits.bounds)
         self.runner = ModelRunner(model, kv, limits.bounds, self.images, pool=pool, executor=made)
         self.engine = Engine(limits, self.runner, self.mailbox, self.clock, self.log)
-        for call, name in enumerate(CONFIGS):
+        for call, name in enumerate(names):
             made = image(root, model, name, kv.page_bytes)
             self.images.images[made.kernel_digest] = made
             ranks = tuple(

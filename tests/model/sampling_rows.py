@@ -24,7 +24,12 @@ def open_rows(*rows: dict[str, Any]) -> tuple[OpenColumns, BiasColumns, np.ndarr
     for slot, row in enumerate(rows):
         full = {**DEFAULTS, "slot": slot, **row}
         prompt, output, bias = full.get("prompt", []), full.get("output", []), full.get("bias", [])
-        full |= {"prompt_tokens": len(prompt), "bias": len(bias), "history": len(prompt) + len(output)}
+        full |= {
+            "kv_start": 0,
+            "prompt_tokens": len(prompt),
+            "bias": len(bias),
+            "history": len(prompt) + len(output),
+        }
         for name in FLOATS:
             full[name] = int(float_bits([full[name]])[0])
         out.append(

@@ -12,19 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loraplex.engine import admission, commit, endings, growth, integrity, launch
+from loraplex.engine import admission, commit, endings, growth, integrity, launch, prefixes
 from loraplex.engine.deltas import PendingDeltas
 from loraplex.engine.residency import load_failures, loads, transitions
 from loraplex.engine.state import EngineState
+from loraplex.identity import cache
+from loraplex.identity.cache import KeyChain
 from loraplex.memory import eviction
 from loraplex.memory.host import HostTier
 from loraplex.memory.leases import RevisionLease, SlotLease
-from loraplex.memory.pages import PagePool
+from loraplex.memory.pages import PagePool, PageState
+from loraplex.memory.prefix import CachedBlock, PrefixIndex
 from loraplex.memory.residency import AdapterEntry, SlotDirectory
 from loraplex.memory.slabs import Block, Slabs
 from loraplex.memory.transaction import Transaction
 from loraplex.schedule.queue import WaitingQueue
 from loraplex.schedule.running import RunningTable
+from loraplex.sim import clients
 
 Patch = pytest.MonkeyPatch
 
@@ -42,6 +46,8 @@ def blind(patch: Patch) -> None:
     patch.setattr(Slabs, "check", nothing)
     patch.setattr(Slabs, "require_fence", nothing)
     patch.setattr(HostTier, "check", nothing)
+    patch.setattr(PrefixIndex, "check", nothing)
+    patch.setattr(prefixes, "_require_true", nothing)
     patch.setattr(integrity, "check", nothing)
     patch.setattr(launch, "validate_launch", nothing)
     patch.setattr(launch, "check_plan", nothing)
@@ -51,7 +57,7 @@ def blind(patch: Patch) -> None:
 class Mutant:
     """One broken invariant. expected: checkers of which one must see it. kinds: fault kinds that bring it to light.
 
-    small: most adapters take a block of a slab page.
+    small: most adapters take a block of a slab page. cached: prefixes are.
     """
 
     name: str
@@ -60,17 +66,22 @@ class Mutant:
     kinds: frozenset[str] = frozenset()
     copy_stream: bool = False
     small: bool = False
+    cached: bool = False
 
 
 MUTANTS: list[Mutant] = []
 
 
 def mutant(
-    *expected: str, kinds: tuple[str, ...] = (), copy_stream: bool = False, small: bool = False
+    *expected: str,
+    kinds: tuple[str, ...] = (),
+    copy_stream: bool = False,
+    small: bool = False,
+    cached: bool = False,
 ) -> Callable[[Any], Any]:
     def note(apply: Callable[[Patch], None]) -> Callable[[Patch], None]:
         MUTANTS.append(
-            Mutant(apply.__name__, apply, frozenset(expected), frozenset(kinds), copy_stream, small)
+            Mutant(apply.__name__, apply, frozenset(expected), frozenset(kinds), copy_stream, small, cached)
         )
         return apply
 
@@ -459,3 +470,152 @@ def an_evicted_adapter_keeps_its_pages(patch: Patch) -> None:
         state.host.let_go(entry.kernel_digest)
 
     patch.setattr(transitions, "reclaim", reclaim)
+
+
+# ---------------------------------------------------------------- cached prefixes
+
+
+@mutant("history", "receipts", "one_owner", "conservation", "typed_end", cached=True)
+def a_key_leaves_its_parent_out(patch: Patch) -> None:
+    """Client and engine agree on it, so that only what is read can show it."""
+    real = cache.block_key
+    patch.setattr(
+        cache,
+        "block_key",
+        lambda parent, execution, acts_from, tokens: real(
+            parent[:0] + b"p" * 32, execution, acts_from, tokens
+        ),
+    )
+    _index_without_parents(patch)
+
+
+def _index_without_parents(patch: Patch) -> None:
+    """The index believes keys alone, whatever they follow."""
+    real_acquire, real_publish = PrefixIndex.acquire, PrefixIndex.publish
+
+    def acquire(index: PrefixIndex, keys: Any, launch: int) -> Any:
+        kept = []
+        parent = None
+        for key in keys:
+            block = index._blocks[key]
+            kept.append((block, block.parent))
+            block.parent, parent = parent, block
+        try:
+            return real_acquire(index, keys, launch)
+        finally:
+            for block, before in kept:
+                block.parent = before
+
+    def publish(index: PrefixIndex, parent: Any, key: bytes, *rest: Any) -> Any:
+        known = index._blocks.get(key)
+        before = known.parent if known is not None else None
+        if known is not None:
+            known.parent = parent
+        try:
+            return real_publish(index, parent, key, *rest)
+        finally:
+            if known is not None:
+                known.parent = before
+
+    patch.setattr(PrefixIndex, "acquire", acquire)
+    patch.setattr(PrefixIndex, "publish", publish)
+
+
+@mutant("history", cached=True)
+def a_key_forgets_what_acts_after_the_boundary(patch: Patch) -> None:
+    patch.setattr(KeyChain, "acting", lambda chain, position: (chain._executions[0], 0))
+
+
+@mutant("publication", "history", cached=True)
+def a_block_is_cached_before_its_commit(patch: Patch) -> None:
+    real = launch.launch
+
+    def early(state: EngineState, backend: Any, flight: Any) -> bool:
+        launched = real(state, backend, flight)
+        if launched:
+            slots = flight.plan.sample_slots.astype(np.int64)
+            committed = state.table.committed.copy()
+            state.table.committed[slots] = state.table.planned[slots]
+            try:
+                prefixes.publish(state, flight.plan.generation, slots)
+            finally:
+                state.table.committed[:] = committed
+        return launched
+
+    patch.setattr(launch, "launch", early)
+
+
+@mutant("history", "receipts", "equal_output", "one_owner", "conservation", "crash", "typed_end", cached=True)
+def a_block_that_is_read_is_given_up(patch: Patch) -> None:
+    """Every block counts as unreferenced, and any leaf may go."""
+
+    def oldest(index: PrefixIndex) -> CachedBlock | None:
+        return min(
+            (b for b in index._blocks.values() if not b.children), key=lambda b: b.last_launch, default=None
+        )
+
+    def next_to_go(index: PrefixIndex, count: int) -> list[CachedBlock]:
+        return sorted(index._blocks.values(), key=lambda b: (b.last_launch, -b.depth))[:count]
+
+    patch.setattr(PrefixIndex, "oldest", oldest)
+    patch.setattr(PrefixIndex, "next_to_go", next_to_go)
+    patch.setattr(
+        EngineState, "_spare_blocks", lambda state, unreferenced: sum(not b.children for b in state.prefix)
+    )
+
+
+@mutant("history", cached=True)
+def a_foreign_namespace_is_looked_up(patch: Patch) -> None:
+    real = cache.cache_root
+    for module in (prefixes, clients):
+        patch.setattr(module, "cache_root", lambda abi, graph, namespace: real(abi, graph, "everybody"))
+
+
+@mutant("publication", "history", cached=True)
+def a_token_found_late_is_cached(patch: Patch) -> None:
+    """A plan that was in flight when its request ended is published like any other."""
+    real = prefixes.publish
+
+    def publish(state: EngineState, plan: int, slots: Any) -> Any:
+        ended = {
+            r.request_id: r for s in slots.tolist() if (r := state.by_slot[s]).request_id not in state.records
+        }
+        state.records.update(ended)
+        try:
+            return real(state, plan, slots)
+        finally:
+            for name in ended:
+                del state.records[name]
+
+    patch.setattr(prefixes, "publish", publish)
+
+
+@mutant("leases", cached=True)
+def a_reference_is_never_given_back(patch: Patch) -> None:
+    real = PrefixIndex.release
+    patch.setattr(PrefixIndex, "release", lambda index, blocks, launch: real(index, list(blocks)[1:], launch))
+
+
+@mutant("conservation", "crash", cached=True)
+def pages_of_blocks_that_go_are_lost(patch: Patch) -> None:
+    real = PagePool.release
+
+    def release(pool: PagePool, pages: Any, kind: Any, *rest: Any) -> None:
+        if kind is not PageState.PREFIX:
+            real(pool, pages, kind, *rest)
+
+    patch.setattr(PagePool, "release", release)
+
+
+@mutant("receipts", "history", cached=True)
+def a_receipt_changes(patch: Patch) -> None:
+    """A receipt that a reader holds is changed behind its back."""
+    real = prefixes.bind
+
+    def bind(state: EngineState, record: Any) -> None:
+        real(state, record)
+        for other in state.records.values():
+            if other is not record and other.prefix is not None and other.prefix.receipt.blocks:
+                object.__setattr__(other.prefix.receipt, "covered", 0)
+
+    patch.setattr(prefixes, "bind", bind)

@@ -19,10 +19,17 @@ SEEDS = range(12)
 
 def busy_setup(seed: int, mutant: Mutant) -> Setup:
     """A drawn setup with work enough to meet every path: small pool, swaps, pins, many arrivals."""
-    drawn = draw_setup(seed, depth=1, faults=frozenset(Fault(kind) for kind in mutant.kinds))
+    kinds = frozenset(Fault(kind) for kind in mutant.kinds)
+    drawn = draw_setup(seed, depth=1, faults=kinds, cached=mutant.cached)
     limits = replace(drawn.limits, copies_on_compute_stream=not mutant.copy_stream, scrub=False)
     if mutant.small:
         limits = replace(limits, kv=replace(limits.kv, page_tokens=4), max_adapter_slots=16)
+    if mutant.cached:
+        limits = replace(
+            limits, kv=replace(limits.kv, page_tokens=1 + seed % 2), num_pages=61, host_bytes=None
+        )
+        limits = replace(limits, shared_tenants=frozenset(), prefix_floor=0)
+        drawn = replace(drawn, tenants=3, alike=0.9, activated=0.5, prompt_tokens=12, output_tokens=10)
     return replace(
         drawn,
         limits=limits,
@@ -54,21 +61,21 @@ def test_a_checker_sees_it(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> N
     assert mutant.expected & set(seen), f"{mutant.name} was seen by {seen or 'nobody'}"
 
 
-@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize(("small", "cached"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("copy_stream", [False, True])
 def test_nothing_is_seen_where_nothing_is_broken(
-    copy_stream: bool, small: bool, monkeypatch: pytest.MonkeyPatch
+    copy_stream: bool, small: bool, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blind(monkeypatch)
     kinds = frozenset({"torn_copy", "duplicate_completion", "late_kv_write"})
-    sane = Mutant("none", lambda patch: None, frozenset(), kinds, copy_stream, small)
+    sane = Mutant("none", lambda patch: None, frozenset(), kinds, copy_stream, small, cached)
     for seed in range(3):
         assert simulate(seed, TICKS, setup=busy_setup(seed, sane)).violation is None
 
 
 def starving(seed: int) -> Setup:
     """Ready requests for the base fill the pool; a few need an adapter that is cold."""
-    drawn = draw_setup(seed, depth=1, faults=frozenset())
+    drawn = draw_setup(seed, depth=1, faults=frozenset(), cached=False)
     limits = replace(
         drawn.limits, num_pages=25, max_requests=8, token_budget=16, host_bytes=None, adapter_floor=0
     )

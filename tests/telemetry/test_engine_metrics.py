@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
-from tests.engine.rig import Rig
+from tests.engine.rig import CACHED, Rig
+from tests.prompts import prompt
 
 from loraplex.core.events import (
     AdapterTransition,
     IterationCompleted,
     PlanDiscarded,
+    PrefixGivenUp,
+    PrefixMatched,
+    PrefixPublished,
     RequestAdmitted,
     RequestPreempted,
     StepFailed,
 )
+from loraplex.engine.inspect import inspect_engine
 from loraplex.telemetry.engine_metrics import EngineMetrics
 
 
@@ -62,3 +67,29 @@ def test_figures_follow_the_events_of_a_session_with_preemption_and_a_failed_ste
     loads = [e for e in events if isinstance(e, AdapterTransition) and e.before == "reserved"]
     assert value("adapter_transitions_total", before="reserved", after="loading") == len(loads) > 0
     assert value("events_lost_total") == 3
+
+
+def test_figures_of_cached_prefixes_follow_their_events() -> None:
+    rig = Rig(depth=1, pages=33, **CACHED)
+    for index in range(12):
+        rig.submit(f"r{index}", [*prompt(16, index % 3), index, 5, *prompt(8, 90 + index)], max_tokens=6)
+        rig.run()
+    registry = CollectorRegistry()
+    EngineMetrics(registry).observe(rig.log.events, 0)
+    matched = [event for event in rig.log.events if isinstance(event, PrefixMatched)]
+    published = [event for event in rig.log.events if isinstance(event, PrefixPublished)]
+    gone = [event for event in rig.log.events if isinstance(event, PrefixGivenUp)]
+    assert gone
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"loraplex_prefix_{name}_total", labels)
+
+    assert value("queried_tokens") == sum(event.queried for event in matched) == 12 * 26
+    assert value("reused_tokens") == sum(event.reused for event in matched) > 0
+    assert value("blocks_published") == sum(event.blocks for event in published)
+    assert value("bytes_published") == sum(event.nbytes for event in published)
+    assert value("blocks_given_up", by="kv") == sum(event.blocks for event in gone)
+    figures = inspect_engine(rig.engine.state)["prefix"]
+    assert figures["blocks"] == sum(e.blocks for e in published) - sum(e.blocks for e in gone)
+    assert figures["bytes"] == sum(e.nbytes for e in published) - sum(e.nbytes for e in gone)
+    assert (figures["queried_tokens"], figures["reused_tokens"]) == (12 * 26, value("reused_tokens"))

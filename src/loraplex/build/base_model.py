@@ -21,11 +21,13 @@ from loraplex.artifact.tensors import Dtype
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ids import Module
 from loraplex.core.layout import Geometry, KvShape, PageGeometry
-from loraplex.identity.canonical import digest
+from loraplex.identity.cache import CacheAbi
+from loraplex.identity.canonical import canonical, digest
 from loraplex.identity.digests import BaseAbi
 from loraplex.model.spec import DecoderSpec, spec_from_config
 
 WEIGHT_TRANSFORM_REVISION: Final = "fuse-qkv-gate-up/1"
+KV_LAYOUT: Final = "layers, keys and values, positions, heads, elements"
 _CHUNK: Final = 1 << 22
 
 
@@ -54,6 +56,22 @@ class BaseModel:
     def geometry(self) -> PageGeometry:
         """Geometry of adapter pages: rank rows in pages of the pool's size."""
         return PageGeometry(Geometry.RANK_ROWS, self.dtype.itemsize, row_page_bytes=self.kv.page_bytes)
+
+    @property
+    def cache_abi(self) -> CacheAbi:
+        """Which KV representation its pages hold; one shard holds all heads."""
+        return CacheAbi(
+            base=self.abi,
+            dtype=self.dtype.value,
+            layout=KV_LAYOUT,
+            page_tokens=self.kv.page_tokens,
+            layers=self.kv.layers,
+            kv_heads=self.kv.kv_heads,
+            head_dim=self.kv.head_dim,
+            position=_text({"rope": _plain(self.spec.rope), "max_positions": self.spec.max_positions}),
+            visibility=_text({"causal": True, "windows": list(self.spec.windows)}),
+            shard=(0, 1),
+        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -143,6 +161,10 @@ def _sha256(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             hasher.update(chunk)
     return hasher.hexdigest()
+
+
+def _text(value: Any) -> str:
+    return canonical(value).decode()
 
 
 def _plain(value: Any) -> Any:

@@ -20,6 +20,7 @@ from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ports import Backend, Clock, EventSink, ImageSource, Loader, Mailbox
 from loraplex.engine.sizes import EngineLimits
 from loraplex.engine.step import Engine
+from loraplex.identity.closure import GRAPH_REVISION
 from loraplex.images.disk_store import ImageStore
 from loraplex.images.loader import InlineLoader, LoaderProcess, host_folder, in_shared_memory
 from loraplex.images.region import ALIGN_BYTES, Region
@@ -59,6 +60,9 @@ class BuiltEngine:
             "page_tokens": self.limits.kv.page_tokens,
             "num_pages": self.limits.num_pages,
             "page_bytes": self.limits.kv.page_bytes,
+            "cache_abi": self.base.cache_abi.digest,
+            "graph_revision": GRAPH_REVISION,
+            "prefix_cache": self.limits.prefix_cache,
             "notes": self.notes,
         }
 
@@ -308,6 +312,13 @@ def engine_limits(config: EngineConfig, base: BaseModel, pool_bytes: int | None 
         depth=config.pipeline_depth,
         scrub=config.scrub,
         adapter_pages=int(config.adapter_share * (pages - 1)),
+        adapter_floor=int(config.adapter_floor * (pages - 1)),
+        base_abi=base.abi,
+        cache_abi=base.cache_abi.digest,
+        prefix_cache=config.prefix_cache,
+        prefix_floor=int(config.prefix_share * (pages - 1)),
+        shared_tenants=frozenset(config.share_prefixes),
+        prefill_tokens_per_s=limits.PREFILL_TOKENS_PER_S_CPU if on_cpu else limits.PREFILL_TOKENS_PER_S_CUDA,
         copies_in_flight=limits.MAX_COPIES_IN_FLIGHT if on_cpu else limits.MAX_COPIES_IN_FLIGHT_CUDA,
         copy_starts=1 if on_cpu else limits.COPY_STARTS_CUDA,
     )

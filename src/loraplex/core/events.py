@@ -41,6 +41,32 @@ class RequestPreempted(Event, frozen=True):
     computed_tokens: int
 
 
+class PrefixMatched(Event, frozen=True):
+    """An admitted request's keys were looked up. Positions: queried, found, not computed again. `again`: earlier admissions."""
+
+    request_id: str
+    queried: int
+    matched: int
+    reused: int
+    again: int
+
+
+class PrefixPublished(Event, frozen=True):
+    """A commit cached `blocks` new blocks of `nbytes` together."""
+
+    step: int
+    blocks: int
+    nbytes: int
+
+
+class PrefixGivenUp(Event, frozen=True):
+    """Cached blocks are gone. reason: what took their pages, "kv" or "adapter", or why they may not be found again, "dropped"."""
+
+    blocks: int
+    nbytes: int
+    reason: str
+
+
 class FirstToken(Event, frozen=True):
     """The first output token of a request was committed."""
 
@@ -171,6 +197,9 @@ AnyEvent = (
     RequestQueued
     | RequestAdmitted
     | RequestPreempted
+    | PrefixMatched
+    | PrefixPublished
+    | PrefixGivenUp
     | FirstToken
     | RequestFinished
     | IterationCompleted

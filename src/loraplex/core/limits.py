@@ -98,6 +98,13 @@ COPY_STARTS_CUDA: Final = 4
 MAX_SPECULATIVE_LOADS: Final = 2
 """Loads that nobody waits for yet, at a time."""
 
+# Prefix cache
+PREFILL_TOKENS_PER_S_CPU: Final = 1_000
+PREFILL_TOKENS_PER_S_CUDA: Final = 20_000
+"""What computing a cached block again is priced at, beside what copying an adapter costs."""
+MAX_BLOCKS_GIVEN_UP_AHEAD: Final = 256
+"""Cached blocks that go at a time where one is needed: a full pool is asked for pages in nearly every step."""
+
 # Scheduling
 TOKEN_BUDGET_CPU: Final = 512
 TOKEN_BUDGET_CUDA: Final = 8192

@@ -78,13 +78,15 @@ class PromptLogprobColumns(Columns):
 class OpenColumns(Columns):
     """Request slots that start over.
 
-    temperature to frequency: sampling options, float32 bits but for top_k. seed_low, seed_high: halves of the
+    kv_start: positions behind which it starts; their rows are others', in the pages that its page deltas name
+    first. temperature to frequency: sampling options, float32 bits but for top_k. seed_low, seed_high: halves of the
     seed. bias: how many entries of `open_bias`, and history: how many tokens of `open_history`, belong to it,
     in order.
     """
 
     slot = Column()
     incarnation = Column()
+    kv_start = Column()
     prompt_tokens = Column()
     temperature = Column()
     top_p = Column()
@@ -274,7 +276,7 @@ class BatchPlan(Deltas):
         return BatchPlan(**PLAN_FORMAT.unpack(data))
 
 
-PLAN_FORMAT: Final = PackedFormat.of(BatchPlan, magic=0x6C70_6C6E, version=3, fault=ErrorCode.PLAN_MALFORMED)
+PLAN_FORMAT: Final = PackedFormat.of(BatchPlan, magic=0x6C70_6C6E, version=4, fault=ErrorCode.PLAN_MALFORMED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -281,6 +281,11 @@ def _check_deltas(plan: BatchPlan, bounds: PlanBounds) -> None:
         "a request slot is opened twice",
     )
     _require(
+        _at_least(opens.kv_start, 0),
+        ErrorCode.PLAN_POSITION,
+        "a request slot opens before position 0",
+    )
+    _require(
         int(opens.bias.sum()) == len(plan.open_bias) and int(opens.history.sum()) == plan.open_history.size,
         ErrorCode.PLAN_MALFORMED, "opens disagree with their bias entries or history",
     )  # fmt: skip

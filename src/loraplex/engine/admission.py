@@ -1,24 +1,27 @@
 """admit: requests at the head of the queue become running ones, through one joint transaction each.
 
 A ready request gets a slot, its KV pages and a slot lease at once. A cold one reserves adapter pages and KV together
-and starts the copy; it runs when the copy is published, and blocks nobody meanwhile.
+and starts the copy; it runs when the copy is published, and blocks nobody meanwhile. What is cached of a request is looked
+up and referenced before its reservation, which leaves it out; who waits for a block that is being computed blocks nobody.
 
-Specification: 0x05C (joint admission), 0x09B (predicates), 0x04E (reserve, copy, validate, publish).
+Specification: 0x05C (joint admission), 0x08I (look-up), 0x09B (predicates), 0x04E (reserve, copy, validate, publish).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from typing import Final
 
-from loraplex.core.errors import CapacityError, ErrorCode, LoraplexError
+from loraplex.core.errors import CapacityError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.events import RequestAdmitted
-from loraplex.engine import constraints, endings
+from loraplex.engine import constraints, endings, prefixes
 from loraplex.engine.request_state import LoadJob, Phase, Purpose, RequestRecord
 from loraplex.engine.residency import feasibility, hosting, loads, room, transitions, victims
 from loraplex.engine.state import EngineState
 from loraplex.memory.residency import AdapterEntry
-from loraplex.memory.transaction import Demand
+from loraplex.memory.transaction import Demand, Transaction
 from loraplex.schedule.predicates import Readiness, eligible, loadable, readiness
 from loraplex.schedule.queue import Ticket
 
@@ -69,8 +72,7 @@ def admit(state: EngineState) -> None:
             case Outcome.EARLY:
                 held_back.append(ticket)
             case Outcome.PARKED:
-                assert record.entry is not None
-                state.queue.park(ticket, record.entry.key)
+                state.queue.park(ticket, record.awaits)
             case Outcome.ADMITTED | Outcome.GONE:
                 pass
     for ticket in held_back:
@@ -89,22 +91,47 @@ def _try(state: EngineState, record: RequestRecord) -> Outcome:
         return early
     entry = record.entry
     ready = readiness(entry)
-    if ready is Readiness.LOADING:
-        return Outcome.PARKED
-    demand = demand_of(state, record, ready)
-    refusal = feasibility.impossible(state, entry, demand.kv_initial)
+    if entry is not None and ready is Readiness.LOADING:
+        return _park(record, entry.key)
+    refusal = feasibility.impossible(state, entry, state.limits.kv.pages_for(int(record.tokens.size)))
     if refusal is not None:
         return _refuse(state, record, refusal)
+    hit = prefixes.look_up(state, record)
+    if hit.awaits is not None:
+        return _park(record, prefixes.waiting_for(hit.awaits))
+    demand = demand_of(state, record, ready, hit.reused)
     if entry is not None and ready is not Readiness.READY:
-        return _try_cold(state, record, entry, demand, ready)
-    available = state.available_pages
+        return _try_cold(state, record, entry, demand, ready, hit)
+    available = state.available_beside(hit.unread)
     reclaimable = victims.reclaimable_pages(state, entry) if available < demand.required else 0
     if not eligible(ready, state.table.free_slots, demand, available, reclaimable):
         return Outcome.BLOCKED
-    record.transaction = room.take_for_request(state, demand, entry)
+    return _take(state, record, hit, partial(room.take_for_request, state, demand, entry), Outcome.BLOCKED)
+
+
+def _park(record: RequestRecord, awaited: str) -> Outcome:
+    record.awaits = awaited
+    return Outcome.PARKED
+
+
+def _take(
+    state: EngineState,
+    record: RequestRecord,
+    hit: prefixes.Hit,
+    reserve: Callable[[], Transaction | None],
+    otherwise: Outcome,
+) -> Outcome:
+    """Reference what is cached, then reserve the rest; a request whose adapter is there runs. Without room it lets go again."""
+    try:
+        prefixes.acquire(state, record, hit)
+    except InternalFault as fault:
+        return _refuse(state, record, fault)
+    record.transaction = reserve()
     if record.transaction is None:
-        return Outcome.BLOCKED
-    bind(state, record)
+        prefixes.release(state, record)
+        return otherwise
+    if record.entry is None or record.entry.resident:
+        bind(state, record)
     return Outcome.ADMITTED
 
 
@@ -122,22 +149,28 @@ def _before_resources(state: EngineState, record: RequestRecord) -> Outcome | No
 
 
 def _try_cold(
-    state: EngineState, record: RequestRecord, entry: AdapterEntry, demand: Demand, ready: Readiness
+    state: EngineState,
+    record: RequestRecord,
+    entry: AdapterEntry,
+    demand: Demand,
+    ready: Readiness,
+    hit: prefixes.Hit,
 ) -> Outcome:
     """Bring the image to the host, or reserve adapter and KV pages together and start the load."""
     if ready is Readiness.ABSENT and hosting.want(state, entry):
-        return Outcome.PARKED
+        return _park(record, entry.key)
     if state.clock.now_ns() < entry.retry_at_ns:
         return Outcome.EARLY  # how many steps its pause lasts says nothing of pages, and must decide nothing
     if ready is Readiness.ABSENT or not loadable(entry):
         return Outcome.SKIPPED
-    transaction = room.take_for_load(state, demand, entry)
-    if transaction is None:
+    missing = demand.required - state.available_beside(hit.unread)
+    if missing > 0 and missing > victims.reclaimable_pages(state, entry):
         return Outcome.SKIPPED
-    record.transaction = transaction
-    record.phase = Phase.LOADING
-    loads.begin(state, entry, transaction, Purpose.ADMISSION, record)
-    return Outcome.ADMITTED
+    outcome = _take(state, record, hit, partial(room.take_for_load, state, demand, entry), Outcome.SKIPPED)
+    if record.transaction is not None:
+        record.phase = Phase.LOADING
+        loads.begin(state, entry, record.transaction, Purpose.ADMISSION, record)
+    return outcome
 
 
 def _refuse(state: EngineState, record: RequestRecord, error: LoraplexError) -> Outcome:
@@ -145,14 +178,14 @@ def _refuse(state: EngineState, record: RequestRecord, error: LoraplexError) -> 
     return Outcome.GONE
 
 
-def demand_of(state: EngineState, record: RequestRecord, ready: Readiness) -> Demand:
-    """Pages of the joint reservation: adapter if cold, known tokens, growth horizon, guard."""
+def demand_of(state: EngineState, record: RequestRecord, ready: Readiness, reused: int) -> Demand:
+    """Pages of the joint reservation: adapter if cold, known tokens without `reused` cached blocks, growth horizon, guard."""
     kv, known = state.limits.kv, int(record.tokens.size)
     initial = kv.pages_for(known)
     horizon = min(state.limits.growth_horizon, max(record.remaining_outputs - 1, 0))
     cold = record.entry if ready is not Readiness.READY else None
     growth = kv.pages_for(known + horizon) - initial
-    return room.demand(state, cold, initial, growth, len(state.by_slot))
+    return room.demand(state, cold, initial - reused, growth, len(state.by_slot))
 
 
 def bind(state: EngineState, record: RequestRecord) -> None:
@@ -160,7 +193,8 @@ def bind(state: EngineState, record: RequestRecord) -> None:
     transaction = record.transaction
     assert transaction is not None
     table, sampling = state.table, record.sampling
-    slot = table.open(record.tokens, record.prompt_tokens, sampling.max_tokens, record.ticket.order)
+    cached = record.prefix.receipt.covered if record.prefix is not None else 0
+    slot = table.open(record.tokens, record.prompt_tokens, sampling.max_tokens, record.ticket.order, cached)
     incarnation = int(table.incarnation[slot])
     pages = transaction.commit_kv(slot, incarnation)
     transaction.close()
@@ -172,10 +206,12 @@ def bind(state: EngineState, record: RequestRecord) -> None:
     table.prompt_logprobs[slot] = sampling.prompt_logprobs
     table.scored[slot] = record.scored
     table.masked[slot] = record.constraint is not None
-    state.deltas.open_request(record, slot, incarnation)
-    state.deltas.page_table(table.add_pages(slot, pages))
+    table.invoked[slot] = max(record.invoked_at, 0)
     record.slot, record.phase, record.skipped = slot, Phase.RUNNING, 0
     state.by_slot[slot] = record
+    state.deltas.open_request(record, slot, incarnation, cached)
+    prefixes.bind(state, record)
+    state.deltas.page_table(table.add_pages(slot, pages))
     now = state.clock.now_ns()
     state.emit(
         RequestAdmitted(now, record.request_id, now - record.arrival_ns, int(pages.size), record.admissions)

@@ -1,4 +1,5 @@
-"""commit: what a plan produced becomes state. Only here do committed frontiers, outputs and service move.
+"""commit: what a plan produced becomes state. Only here do committed frontiers, outputs and service move, and only here are
+blocks cached.
 
 Specification: 0x09K (publication events), rulings "Frontiers and depth".
 """
@@ -13,7 +14,7 @@ from loraplex.core.messages import TokenBinding, TokenLogprobs, Tokens
 from loraplex.core.packed import I32, bits_float, each
 from loraplex.core.plan import BatchPlan, StepResult
 from loraplex.core.request import FinishReason
-from loraplex.engine import admission, constraints, endings, growth
+from loraplex.engine import admission, constraints, endings, growth, prefixes
 from loraplex.engine.request_state import Phase, RequestRecord
 from loraplex.engine.residency import loads
 from loraplex.engine.state import EngineState, Flight
@@ -40,6 +41,12 @@ def apply_result(state: EngineState, flight: Flight, result: StepResult) -> None
     state.committed = plan.generation
     faulty = {int(slots[index]) for index in result.faults.request}
     scored = _prompt_logprobs(state, flight, result)
+    sampled: Slots = plan.sample_slots.astype(np.int64)
+    wrong = prefixes.publish(
+        state, plan.generation, sampled[~np.isin(sampled, list(faulty))] if faulty else sampled
+    )
+    for record, fault in wrong:
+        endings.end(state, record, error=fault)
     _commit_tokens(state, flight, result, faulty, scored)
     for slot in faulty:
         record = state.by_slot[slot]
@@ -153,10 +160,12 @@ def _binding(state: EngineState, record: RequestRecord, plan: int) -> TokenBindi
     if record.bound_admission == record.admissions:
         return None
     record.bound_admission = record.admissions
-    table, slot = state.table, record.slot
+    table, slot, prefix = state.table, record.slot, record.prefix
+    size = state.limits.kv.page_tokens
     return TokenBinding(
         slot, int(table.incarnation[slot]), int(table.adapter_slot[slot]), int(table.adapter_generation[slot]),
         plan, int(table.committed_generation[slot]), record.outputs, record.admissions,
+        prefix.matched * size if prefix is not None else 0, prefix.receipt.covered if prefix is not None else 0,
     )  # fmt: skip
 
 

@@ -48,8 +48,8 @@ class PendingDeltas:
     def __bool__(self) -> bool:
         return any(self._parts.values())
 
-    def open_request(self, record: RequestRecord, slot: int, incarnation: int) -> None:
-        """A request slot starts over with this record's sampling state."""
+    def open_request(self, record: RequestRecord, slot: int, incarnation: int, kv_start: int) -> None:
+        """A request slot starts over with this record's sampling state, behind `kv_start` cached positions."""
         sampling = record.sampling
         penalised = (
             sampling.repetition_penalty != 1.0
@@ -63,6 +63,7 @@ class PendingDeltas:
             1,
             slot=slot,
             incarnation=incarnation,
+            kv_start=kv_start,
             prompt_tokens=record.prompt_tokens,
             temperature=float_bits([sampling.temperature]),
             top_p=float_bits([sampling.top_p]),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from loraplex.core.errors import LoraplexError
 from loraplex.core.events import RequestFinished
 from loraplex.core.messages import Ended
+from loraplex.engine import prefixes
 from loraplex.engine.request_state import Phase, RequestRecord
 from loraplex.engine.residency import transitions
 from loraplex.engine.state import EngineState
@@ -45,6 +46,7 @@ def end(
     elif was is Phase.LOADING and record.transaction is not None:
         record.transaction.release_kv(state.launched)
         record.transaction = None
+        prefixes.release(state, record)
     settle(state, record)
 
 
@@ -59,13 +61,14 @@ def settle(state: EngineState, record: RequestRecord) -> None:
 
 
 def release_slot(state: EngineState, record: RequestRecord) -> None:
-    """Free a running request's slot, pages and slot lease; nothing of it may be in flight."""
+    """Free a running request's slot, pages and slot lease; nothing of it may be in flight. Cached blocks stay without it."""
     slot = record.slot
-    pages = state.table.owned_pages(slot)
+    pages = state.table.own_pages(slot)
     incarnation = int(state.table.incarnation[slot])
     state.table.close(slot)
     del state.by_slot[slot]
     record.slot = -1
     if pages.size:
         state.free_pages(pages, PageState.KV, slot, incarnation)
+    prefixes.release(state, record)
     transitions.release_slot_lease(state, record)

@@ -27,7 +27,7 @@ from loraplex.core.messages import (
 )
 from loraplex.core.packed import I32
 from loraplex.core.request import FinishReason
-from loraplex.engine import endings
+from loraplex.engine import endings, prefixes
 from loraplex.engine.inspect import inspect_engine
 from loraplex.engine.request_state import RequestRecord
 from loraplex.engine.residency import feasibility, registration, wishes
@@ -96,6 +96,8 @@ def submit(state: EngineState, message: Submit) -> None:
         )
     prompt = np.frombuffer(message.prompt, dtype="<i4").astype(np.int32)
     entry = _feasible(state, message, prompt)
+    prefixes.check_invocation(message, prompt, entry)
+    prefix = prefixes.begin(state, message, prompt, entry)
     if len(state.queue) >= state.limits.max_waiting:
         raise CapacityError(
             ErrorCode.QUEUE_FULL, f"{len(state.queue)} requests are waiting, the limit; try again later"
@@ -115,6 +117,8 @@ def submit(state: EngineState, message: Submit) -> None:
         tokens=prompt,
         revision=RevisionLease.take(entry) if entry is not None else None,
         grammar=message.grammar,
+        invoked_at=message.invoked_at,
+        prefix=prefix,
     )
     state.records[record.request_id] = record
     state.queue.push(record.ticket)

@@ -8,6 +8,8 @@ Specification: 0x05A; rulings "One page pool".
 
 from __future__ import annotations
 
+import numpy as np
+
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.engine.state import EngineState
 from loraplex.memory.pages import PageState
@@ -20,10 +22,14 @@ def check(state: EngineState) -> None:
     state.host.check()
     _check_adapters(state)
     _check_requests(state)
+    _check_prefixes(state)
     if not state.busy:
         counts = state.pool.counts()
-        if counts.kv or counts.reserved or state.by_slot or state.loads:
-            raise InternalFault(ErrorCode.PAGE_CONSERVATION, f"pages or slots leaked while idle: {counts}")
+        read = len(state.prefix) - state.prefix.unreferenced
+        if counts.kv or counts.reserved or state.by_slot or state.loads or read or state.computing:
+            raise InternalFault(
+                ErrorCode.PAGE_CONSERVATION, f"pages or slots leaked while idle: {counts}, {read} read blocks"
+            )
 
 
 def _check_adapters(state: EngineState) -> None:
@@ -100,7 +106,7 @@ def _check_requests(state: EngineState) -> None:
     leases: dict[int, int] = {}
     pages = 0
     for slot, record in state.by_slot.items():
-        pages += int(state.table.pages[slot])
+        pages += int(state.table.own_pages(slot).size)
         if record.lease is not None:
             leases[id(record.lease.entry)] = leases.get(id(record.lease.entry), 0) + 1
             if not record.lease.valid or record.revision is None or record.lease.entry is not record.entry:
@@ -109,7 +115,7 @@ def _check_requests(state: EngineState) -> None:
                 )
     if state.pool.counts().kv != pages:
         raise InternalFault(
-            ErrorCode.PAGE_CONSERVATION, f"{state.pool.counts().kv} KV pages, requests name {pages}"
+            ErrorCode.PAGE_CONSERVATION, f"{state.pool.counts().kv} KV pages, requests own {pages}"
         )
     for entry in state.occupied.values():
         if entry.refcount != leases.get(id(entry), 0):
@@ -117,3 +123,34 @@ def _check_requests(state: EngineState) -> None:
                 ErrorCode.LEASE_MISMATCH,
                 f"adapter {entry.key[:12]} counts {entry.refcount} leases, {leases.get(id(entry), 0)} are held",
             )
+
+
+def _check_prefixes(state: EngineState) -> None:
+    """Every page of the class is one cached block's; every reference is a request's, and what a request reads lies in its blocks."""
+    index, table = state.prefix, state.table
+    index.check()
+    blocks = list(index)
+    pages = np.array([block.page for block in blocks], dtype=np.int32)
+    numbers = np.array([block.number for block in blocks], dtype=np.int64)
+    if state.pool.counts().prefix != pages.size or not state.pool.owners(pages, PageState.PREFIX, numbers, 0):
+        raise InternalFault(
+            ErrorCode.PAGE_CONSERVATION,
+            f"{state.pool.counts().prefix} pages of cached blocks, the index names {pages.size}",
+        )
+    readers: dict[int, int] = {}
+    for record in state.records.values():
+        for block in record.prefix.blocks if record.prefix is not None else ():
+            readers[block.number] = readers.get(block.number, 0) + 1
+    for slot, record in state.by_slot.items():
+        held = record.prefix.blocks if record.prefix is not None else []
+        if record.request_id not in state.records:  # ended, with rows in flight
+            for block in held:
+                readers[block.number] = readers.get(block.number, 0) + 1
+        named = table.block_table[slot, : table.pages[slot]]
+        at = np.flatnonzero(named)
+        if at.size and [held[index].number for index in at.tolist()] != named[at].tolist():
+            raise InternalFault(
+                ErrorCode.PREFIX_RECEIPT, f"request {record.request_id} reads blocks that it does not hold"
+            )
+    if any(block.readers != readers.get(block.number, 0) for block in blocks):
+        raise InternalFault(ErrorCode.PREFIX_RECEIPT, "a block is referenced other than requests hold it")

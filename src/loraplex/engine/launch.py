@@ -70,17 +70,18 @@ def launch(state: EngineState, backend: Backend, flight: Flight) -> bool:
 
 
 def _validate_adapters(state: EngineState, plan: BatchPlan) -> None:
-    """Each row names what its request leased, and each leased slot still holds that generation, published.
+    """Each row names what its request leased, or the base before an invocation, and each leased slot still holds that generation, published.
 
     The plan's groups are its distinct adapters: `check_plan` has seen to that.
     """
     table, slots = state.table, plan.requests.slot
     adapters, generations = plan.requests.adapter_slot, plan.requests.adapter_generation
-    wrong = (table.adapter_slot[slots] != adapters) | (table.adapter_generation[slots] != generations)
+    acting, at = table.acting(slots)
+    wrong = (acting != adapters) | (at != generations)
     if wrong.any():
         index = int(np.flatnonzero(wrong)[0])
         slot = int(slots[index])
-        leased = (int(table.adapter_slot[slot]), int(table.adapter_generation[slot]))
+        leased = (int(acting[index]), int(at[index]))
         named = (int(adapters[index]), int(generations[index]))
         raise InternalFault(
             ErrorCode.STALE_SLOT_GENERATION,
@@ -129,8 +130,11 @@ def validate_launch(state: EngineState, plan: BatchPlan) -> None:
         raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a page delta disagrees with its request's page table")
     grown = np.unique(plan.page_deltas.slot)
     if grown.size:
-        pages, owners = table.owned_pages_each(grown)
-        if not state.pool.owners(pages, PageState.KV, owners, table.incarnation[owners]):
+        pages, owners, blocks = table.pages_each(grown)
+        own, cached = blocks == 0, blocks > 0
+        sound = state.pool.owners(pages[own], PageState.KV, owners[own], table.incarnation[owners[own]])
+        if not sound or not state.pool.owners(pages[cached], PageState.PREFIX, blocks[cached], 0):
             raise InternalFault(
-                ErrorCode.PLAN_PAGE_TABLE, f"a request in slots {grown.tolist()} does not own its pages"
+                ErrorCode.PLAN_PAGE_TABLE,
+                f"a request in slots {grown.tolist()} names a page that is neither its own nor a cached block's",
             )

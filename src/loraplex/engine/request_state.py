@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
 from loraplex.core.messages import EngineSampling
 from loraplex.core.packed import I32
 from loraplex.core.ports import Constraint
+from loraplex.identity.cache import KeyChain
+from loraplex.identity.execution import History
 from loraplex.memory.leases import RevisionLease, SlotLease
+from loraplex.memory.prefix import EMPTY_RECEIPT, CachedBlock, Receipt
 from loraplex.memory.residency import AdapterEntry
 from loraplex.memory.transaction import Transaction
 from loraplex.schedule.queue import Ticket
@@ -24,6 +27,27 @@ class Phase(StrEnum):
 
 
 @dataclass(slots=True)
+class RequestPrefix:
+    """What a request has to do with cached blocks. root, history: what its keys begin with. chain: makes the keys of its
+    generated blocks. keys: of its full blocks, of which its client made the first `given`.
+
+    looks_up: whether it may take what is cached. receipt: of its last look-up. blocks: cached ones that it references, from
+    the first on. computing: keys that others wait for while it computes their blocks. matched: blocks that were found.
+    """
+
+    root: bytes
+    history: History
+    chain: KeyChain
+    keys: list[bytes]
+    given: int
+    looks_up: bool
+    receipt: Receipt = EMPTY_RECEIPT
+    blocks: list[CachedBlock] = field(default_factory=list)
+    computing: list[bytes] = field(default_factory=list)
+    matched: int = 0
+
+
+@dataclass(slots=True)
 class RequestRecord:
     """A request from enqueue to end.
 
@@ -31,7 +55,8 @@ class RequestRecord:
     given once. grammar: what its output must follow; constraint: how far it has come there, from its first admission on.
     load_attempts: loads for it that failed; a retry keeps everything else. scored: prompt positions whose log
     probabilities were sent. admissions: how often it was admitted; bound_admission: the last of which a client knows
-    what it was bound to. preempting: its pages go as soon as nothing
+    what it was bound to. invoked_at: position from which on an activated adapter acts, -1 for every other request. prefix:
+    None where nothing of it is cached. awaits: what it is parked for. preempting: its pages go as soon as nothing
     of it is in flight.
     """
 
@@ -60,6 +85,9 @@ class RequestRecord:
     grammar: str | None = None
     constraint: Constraint | None = None
     first_token: bool = False
+    invoked_at: int = -1
+    prefix: RequestPrefix | None = None
+    awaits: str = ""
 
     @property
     def entry(self) -> AdapterEntry | None:

@@ -8,6 +8,7 @@ from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.layout import KvShape
 from loraplex.core.plan_check import PlanBounds
+from loraplex.identity.canonical import check_digest
 from loraplex.memory.eviction import RANKINGS
 
 
@@ -21,7 +22,9 @@ class EngineLimits:
     (tests). vocab_size: ids the model knows. host_bytes: host images together, None for no bound. adapter_pages: pages
     that adapters may take, None for all; both change at run time. adapter_floor: pages of adapters that KV pressure
     leaves alone. ranking: name in `memory.eviction.RANKINGS`. copy_bytes_per_s: what bringing a page back is priced at.
-    load_retry_ns: pause after a first failed load. copies_in_flight: copies that the backend is given at a time.
+    base_abi: of the model, and cache_abi: of its KV rows; digests, needed where prefix_cache is on. prefix_floor: pages of
+    cached prefixes that nobody takes while requests run. shared_tenants: those whose cached prefixes are one namespace.
+    prefill_tokens_per_s: what computing a cached block again is priced at. load_retry_ns: pause after a first failed load. copies_in_flight: copies that the backend is given at a time.
     copy_starts: of them, how many a step with rows starts.
     """
 
@@ -41,6 +44,12 @@ class EngineLimits:
     adapter_floor: int = 0
     ranking: str = "restore_cost"
     copy_bytes_per_s: int = 4_000_000_000
+    base_abi: str = ""
+    cache_abi: str = ""
+    prefix_cache: bool = False
+    prefix_floor: int = 0
+    shared_tenants: frozenset[str] = frozenset()
+    prefill_tokens_per_s: int = limits.PREFILL_TOKENS_PER_S_CPU
     load_retry_ns: int = limits.LOAD_RETRY_NS
     copies_in_flight: int = limits.MAX_COPIES_IN_FLIGHT
     copy_starts: int = 1
@@ -51,7 +60,7 @@ class EngineLimits:
             raise CallerError(ErrorCode.CONFIG_INVALID, f"pipeline depth must be 0 or 1, got {self.depth}")
         for name in (
             "max_requests", "max_model_len", "token_budget", "vocab_size", "max_adapter_slots", "copies_in_flight",
-            "copy_starts",
+            "copy_starts", "prefill_tokens_per_s",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise CallerError(
@@ -61,6 +70,14 @@ class EngineLimits:
             raise CallerError(
                 ErrorCode.CONFIG_INVALID,
                 f"ranking must be one of {', '.join(RANKINGS)}, got {self.ranking!r}",
+            )
+        if self.prefix_cache:
+            check_digest("base_abi", self.base_abi)
+            check_digest("cache_abi", self.cache_abi)
+        if not 0 <= self.prefix_floor < self.num_pages:
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID,
+                f"prefix_floor must be from 0 to {self.num_pages - 1} pages, got {self.prefix_floor}",
             )
         if self.num_pages < 2:
             raise CallerError(

@@ -21,6 +21,7 @@ from loraplex.engine.request_state import LoadJob, RequestRecord, Want
 from loraplex.engine.sizes import EngineLimits
 from loraplex.memory.host import HostTier
 from loraplex.memory.pages import PagePool, PageState
+from loraplex.memory.prefix import PrefixIndex
 from loraplex.memory.residency import AdapterEntry, SlotDirectory
 from loraplex.schedule.queue import WaitingQueue
 from loraplex.schedule.running import RunningTable
@@ -69,13 +70,24 @@ class Traffic:
     by_purpose: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Reuse:
+    """What cached prefixes saved: positions looked up and not computed again, at first admissions; blocks by their fate."""
+
+    queried: int = 0
+    reused: int = 0
+    published: int = 0
+    given_up: dict[str, int] = field(default_factory=dict)
+
+
 class EngineState:
     """Pool, adapters, requests, queue, flights, outgoing messages and events.
 
     adapters: registered ones by key. rank_sums: of the adapter that was last published in each adapter slot. departing:
     removed ones that are still in use, with the call that hears of their end. occupied: adapter slots that are taken, with
     or without a published adapter; occupied_pages: pages that adapters have for themselves. sharers: adapters that have not
-    left, by the kernel digest of their image. pinned: those with a pin.
+    left, by the kernel digest of their image. pinned: those with a pin. prefix: cached blocks; computing: keys of blocks that a
+    running request is about to compute, with its id.
     """
 
     def __init__(self, limits: EngineLimits, clock: Clock, grammars: Grammars, loader: Loader) -> None:
@@ -85,6 +97,9 @@ class EngineState:
         self.loader = loader
         self.host = HostTier(limits.host_bytes if limits.host_bytes is not None else NO_BOUND)
         self.pool = PagePool(limits.num_pages, limits.kv.page_bytes)
+        self.prefix = PrefixIndex(limits.kv.page_tokens)
+        self.computing: dict[bytes, str] = {}
+        self.reuse = Reuse()
         self.directory = SlotDirectory(limits.max_adapter_slots)
         self.table = RunningTable(limits.max_requests, limits.max_pages_per_request, limits.max_model_len)
         self.queue = WaitingQueue()
@@ -129,11 +144,29 @@ class EngineState:
 
     @property
     def available_pages(self) -> int:
-        """Pages that may be asked for without taking an adapter or a request off the device: the free ones.
+        """Pages that may be asked for without taking an adapter or a request off the device.
 
         Every question whether there is room comes here; `pool.free` is the ledger's figure alone.
         """
-        return self.pool.free
+        return self.available_beside(0)
+
+    def available_beside(self, unread: int) -> int:
+        """`available_pages` once `unread` of the unreferenced cached blocks are referenced."""
+        return self.pool.free + self._spare_blocks(self.prefix.unreferenced - unread)
+
+    @property
+    def spare_blocks(self) -> int:
+        """Cached blocks that may be given up: unreferenced ones beyond the floor."""
+        return self._spare_blocks(self.prefix.unreferenced)
+
+    def _spare_blocks(self, unreferenced: int) -> int:
+        """The floor yields to the last request that runs: it is no reason to wait for ever."""
+        floor = self.limits.prefix_floor if len(self.by_slot) > 1 else 0
+        return max(min(unreferenced, len(self.prefix) - floor), 0)
+
+    def missing_pages(self, count: int) -> int:
+        """Pages that somebody must give up before `count` are free."""
+        return max(count - self.pool.free, 0)
 
     def image_bytes(self, entry: AdapterEntry) -> int:
         """Bytes of an adapter's image, on the host and on the device."""

@@ -10,6 +10,7 @@ Specification: 0x01G "Bindings of request, cache and slot", 0x08H; rulings "Iden
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from typing import Final
 
 import msgspec
@@ -20,6 +21,8 @@ from loraplex.identity.execution import History, check_history
 
 KEY_BYTES: Final = 32
 TOKEN_BYTES: Final = 4
+SHARED_NAMESPACE: Final = ":shared"
+"""Of the tenants that the operator lets share prefixes. No tenant can have this name."""
 
 
 class CacheAbi(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,6 +47,11 @@ class CacheAbi(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """H_cache_abi, without adapter."""
         check_digest("base", self.base)
         return digest({"cache_abi": msgspec.to_builtins(self)})
+
+
+def namespace_of(tenant: str, sharing: Collection[str]) -> str:
+    """Where a tenant's prefixes are looked up and published: its own namespace, or the one of those that share."""
+    return SHARED_NAMESPACE if tenant in sharing else tenant
 
 
 def cache_root(cache_abi: str, graph_revision: int, namespace: str) -> bytes:
@@ -99,17 +107,19 @@ class KeyChain:
         size = self.page_tokens * TOKEN_BYTES
         keys = []
         for offset in range(0, len(tokens) - size + 1, size):
-            execution, acts_from = self._acting()
+            execution, acts_from = self.acting(self.position)
             self.parent = block_key(self.parent, execution, acts_from, tokens[offset : offset + size])
             self.position += self.page_tokens
             keys.append(self.parent)
         return keys
 
-    def _acting(self) -> tuple[bytes, int]:
+    def acting(self, position: int) -> tuple[bytes, int]:
         """The execution at the end of the block that begins at `position`, and where inside the block it begins."""
-        end = self.position + self.page_tokens
+        if position >= self._history[-1].start:
+            return self._executions[-1], 0
+        end = position + self.page_tokens
         index = max(i for i, interval in enumerate(self._history) if interval.start < end)
-        return self._executions[index], max(self._history[index].start - self.position, 0)
+        return self._executions[index], max(self._history[index].start - position, 0)
 
 
 def prefix_identity(root: bytes, history: History, prompt_tokens: bytes, side_inputs: str) -> str:

@@ -149,13 +149,18 @@ class PagePool:
         self._to_free(pages, last_launch)
 
     def release(
-        self, pages: I32, kind: PageState, owner: int | Ints, generation: int | Ints, last_launch: int
+        self,
+        pages: I32,
+        kind: PageState,
+        owner: int | Ints,
+        generation: int | Ints,
+        last_launch: int | Ints,
     ) -> None:
-        """Free pages of `owner`@`generation`, of all of them or one for each. last_launch: the newest launch that may name them."""
+        """Free pages of `owner`@`generation`, of all of them or one for each. last_launch: the newest launch that may name them, or each."""
         self._expect(pages, kind, owner, generation)
         self._to_free(pages, last_launch)
 
-    def _to_free(self, pages: I32, last_launch: int) -> None:
+    def _to_free(self, pages: I32, last_launch: int | Ints) -> None:
         self._state[pages] = PageState.FREE
         self._owner[pages] = -1
         self._fence[pages] = np.maximum(self._fence[pages], last_launch)

@@ -82,6 +82,8 @@ class AdapterEntry:
     revision, running or not. removing: no new requests; it goes when its last lease does. revoked: found bad after it
     was published. evicting: the transaction that took its pages and may have to give them back, else 0. failures: loads
     and fetches in a row that failed; retry_at_ns: none is tried before. prefetched: loaded on speculation, not used yet.
+    execution: digest of what acts where it is on, as far as KV rows can tell; empty where nothing is cached. invocation: token
+    ids that switch an activated adapter on, none for one that is always on.
     """
 
     key: str
@@ -111,6 +113,8 @@ class AdapterEntry:
     prefetched: bool = False
     size_class: int = 0
     block: Block | None = None
+    execution: str = ""
+    invocation: tuple[int, ...] = ()
 
     @property
     def own_pages(self) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,21 +22,18 @@ from loraplex.core.plan_check import PlanBounds
 
 I64 = npt.NDArray[np.int64]
 
-UNKNOWN: Final = -1
-
 
 class RequestMirrors:
     """Arrays over request slots. pages [slots, entries]: page table, 0 where there is no page.
 
-    kv: positions that hold KV; `UNKNOWN` after an open, until the first rows say where they begin (a prefix hit
-    starts behind its shared pages).
+    kv: positions that hold KV; an open says how many of them others computed (a prefix hit starts behind its shared pages).
     """
 
     def __init__(self, bounds: PlanBounds, page_tokens: int) -> None:
         self.page_tokens = page_tokens
         self.incarnation = np.zeros(bounds.max_requests, dtype=np.int32)
         self.frontier = np.zeros(bounds.max_requests, dtype=np.int32)
-        self.kv = np.full(bounds.max_requests, UNKNOWN, dtype=np.int32)
+        self.kv = np.zeros(bounds.max_requests, dtype=np.int32)
         self.pages = np.zeros((bounds.max_requests, bounds.max_pages_per_request), dtype=np.int32)
         self._used = 0
 
@@ -78,7 +74,7 @@ class RequestMirrors:
         opened = plan.opens.slot
         self.incarnation[opened] = plan.opens.incarnation
         self.frontier[opened] = 0
-        self.kv[opened] = UNKNOWN
+        self.kv[opened] = plan.opens.kv_start
         self.pages[opened, : self._used] = 0
         self.pages[plan.page_deltas.slot, plan.page_deltas.index] = plan.page_deltas.page
 
@@ -99,7 +95,7 @@ class RequestMirrors:
             ),
             (
                 "KV length",
-                np.where(self.kv[slots] == UNKNOWN, plan.requests.kv_start, self.kv[slots]),
+                self.kv[slots],
                 plan.requests.kv_start,
                 ErrorCode.STALE_KV_FRONTIER,
             ),

@@ -32,11 +32,12 @@ def plan_selection(
     """
     slots = selection.slots
     tokens, targets, referenced = _row_tokens(table, selection)
+    adapters, generations = table.acting(slots)
     work = Work(
         slot=slots.astype(np.int32),
         incarnation=table.incarnation[slots],
-        adapter_slot=table.adapter_slot[slots],
-        adapter_generation=table.adapter_generation[slots],
+        adapter_slot=adapters,
+        adapter_generation=generations,
         kv_start=table.planned[slots],
         rows=selection.rows,
         frontier=table.planned_generation[slots],

@@ -9,6 +9,8 @@ Specification: rulings "Frontiers and depth"; 0x01G (generation vector), 0x03A (
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,6 +20,9 @@ from loraplex.core.plan import PageDeltaColumns
 
 Bools = npt.NDArray[np.bool_]
 Slots = npt.NDArray[np.int64]
+
+
+NO_CACHE: Final = int(np.iinfo(np.int32).max)
 
 
 class RunningTable:
@@ -30,7 +35,9 @@ class RunningTable:
     stopping: takes no more rows; its slot is freed when nothing is in flight. order: arrival order, never reset.
     tokens: those known, [max_requests, max_tokens]; a row's memory is taken as it is written.
     plain: a token that it gets is sent and counted, nothing more, while it neither stops nor fills the output.
-    scored: prompt positions whose log probabilities were delivered. masked: each token needs a mask from the host that
+    published: leading blocks of the page table that need no publication any more; `NO_CACHE` for a request that caches
+    nothing. block_table: number of the cached block whose page an entry names, 0 for a page of the request's own. invoked:
+    position from which on the adapter acts, 0 for one that is always on. scored: prompt positions whose log probabilities were delivered. masked: each token needs a mask from the host that
     depends on the token before it; such a slot takes no row while a token of it is not committed, at any depth.
     """
 
@@ -64,6 +71,9 @@ class RunningTable:
         self.scored = np.zeros(max_requests, dtype=i32)
         self.masked = np.zeros(max_requests, dtype=np.bool_)
         self.plain = np.zeros(max_requests, dtype=np.bool_)
+        self.published = np.full(max_requests, NO_CACHE, dtype=i32)
+        self.invoked = np.zeros(max_requests, dtype=i32)
+        self.block_table = np.zeros((max_requests, max_pages), dtype=np.int64)
         self.page_table = np.zeros((max_requests, max_pages), dtype=i32)
         self.tokens = np.empty((max_requests, max_tokens), dtype=i32)
         self._free = list(range(max_requests - 1, -1, -1))
@@ -73,10 +83,10 @@ class RunningTable:
         """Slots that can be taken."""
         return len(self._free)
 
-    def open(self, tokens: I32, prompt: int, max_outputs: int, order: int) -> int:
+    def open(self, tokens: I32, prompt: int, max_outputs: int, order: int, kv_start: int = 0) -> int:
         """Take a slot for a request with `tokens` known, the first `prompt` of them its prompt.
 
-        Returns the slot, at a fresh incarnation; frontiers start at 0.
+        kv_start: positions whose rows are cached. Returns the slot, at a fresh incarnation; frontiers start there.
         """
         if not self._free:
             raise InternalFault(
@@ -90,7 +100,7 @@ class RunningTable:
         self.stopping[slot] = False
         self.order[slot] = order
         self.prompt[slot], self.known[slot], self.target[slot] = prompt, known, known
-        self.planned[slot] = self.committed[slot] = 0
+        self.planned[slot] = self.committed[slot] = kv_start
         self.planned_generation[slot] = self.committed_generation[slot] = 0
         self.outputs[slot] = self.outputs_planned[slot] = known - prompt
         self.max_outputs[slot] = max_outputs
@@ -102,6 +112,7 @@ class RunningTable:
         self.logprobs[slot] = self.prompt_logprobs[slot] = -1
         self.scored[slot] = 0
         self.masked[slot] = self.plain[slot] = False
+        self.published[slot], self.invoked[slot] = NO_CACHE, 0
         return slot
 
     def close(self, slot: int) -> None:
@@ -123,6 +134,7 @@ class RunningTable:
                 ErrorCode.PLAN_PAGE_TABLE, f"request slot {slot} needs over {self.max_pages} pages"
             )
         self.page_table[slot, start : start + count] = pages
+        self.block_table[slot, start : start + count] = 0
         self.pages[slot] = start + count
         return PageDeltaColumns.filled(count, slot=slot, index=np.arange(start, start + count), page=pages)
 
@@ -135,20 +147,26 @@ class RunningTable:
         ends = np.cumsum(counts)
         indices = np.arange(pages.size) + np.repeat(starts - (ends - counts), counts)
         self.page_table[owners, indices] = pages
+        self.block_table[owners, indices] = 0
         self.pages[slots] += counts
         return PageDeltaColumns.filled(pages.size, slot=owners, index=indices, page=pages)
 
-    def owned_pages(self, slot: int) -> I32:
-        """Pages of the slot, in position order."""
-        return self.page_table[slot, : self.pages[slot]].copy()
+    def own_pages(self, slot: int) -> I32:
+        """Pages of the slot that are no cached block's, in position order."""
+        count = int(self.pages[slot])
+        return np.asarray(self.page_table[slot, :count][self.block_table[slot, :count] == 0])
 
-    def owned_pages_each(self, slots: I32) -> tuple[I32, I32]:
-        """Pages of many slots, slot after slot, and the slot that each belongs to."""
+    def note_blocks(self, slots: Slots, indices: Slots, numbers: Slots) -> None:
+        """From here on these entries of page tables name pages of cached blocks."""
+        self.block_table[slots, indices] = numbers
+
+    def pages_each(self, slots: I32) -> tuple[I32, I32, Slots]:
+        """Pages of many slots, slot after slot, the slot that names each, and the cached block that owns it or 0."""
         counts = self.pages[slots]
         owners = np.repeat(slots, counts)
         ends = np.cumsum(counts)
         indices = np.arange(owners.size) - np.repeat(ends - counts, counts)
-        return self.page_table[owners, indices], owners
+        return self.page_table[owners, indices], owners, self.block_table[owners, indices]
 
     def known_tokens(self, slot: int) -> I32:
         """Prompt and committed output of the slot."""
@@ -171,6 +189,11 @@ class RunningTable:
     def decoding(self, slots: Slots) -> Bools:
         """Whether each slot is past its prefill."""
         return np.asarray(self.planned[slots] >= self.target[slots])
+
+    def acting(self, slots: Slots | I32) -> tuple[I32, I32]:
+        """Adapter slot and generation under which each slot's next rows run: the base's before an invocation."""
+        acts = self.planned[slots] >= self.invoked[slots]
+        return self.adapter_slot[slots] * acts, self.adapter_generation[slots] * acts
 
     def advance_planned(self, slots: Slots, rows: I32, samples: Bools) -> None:
         """Move planned frontiers by `rows`; `samples` marks slots whose last row samples a token."""

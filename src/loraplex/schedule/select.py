@@ -1,9 +1,9 @@
 """Selection of rows for one iteration: decode rows first, then prefill chunks, under a token budget.
 
 Pure functions over the running table. A request that is past its prefill takes one row; others take as many of their
-remaining prompt rows as the budget leaves, oldest first.
+remaining prompt rows as the budget leaves, oldest first; a chunk ends where an activated adapter is invoked.
 
-Specification: 0x03 (phases), 0x09B (selection among eligible requests).
+Specification: 0x03 (phases), 0x08E (activation), 0x09B (selection among eligible requests).
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def select_rows(table: RunningTable, token_budget: int) -> Selection:
         rows = np.where(kept, rows, 0).astype(np.int32)
         budget = 0
     wanted = np.where(decode, 0, remaining)
+    before = table.invoked[slots] - table.planned[slots]
+    wanted = np.where(before > 0, np.minimum(wanted, before), wanted)
     before = np.cumsum(wanted) - wanted
     rows += np.clip(budget - before, 0, wanted).astype(np.int32)
     selection = Selection(slots, rows, decode, rows == remaining)

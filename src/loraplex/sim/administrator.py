@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
+from typing import Final
 
 from loraplex.core.messages import (
     Inspect,
@@ -27,8 +28,9 @@ from loraplex.core.messages import (
     ToEngine,
 )
 from loraplex.engine.deltas import digest_words
-from loraplex.sim.faults import Injector, Operation, Setup
-from loraplex.sim.tokens import adapter_number
+from loraplex.identity.execution import adapter_execution, base_execution
+from loraplex.sim.faults import BASE, Injector, Operation, Setup
+from loraplex.sim.tokens import adapter_number, head_only
 from loraplex.sim.wrong import Wrong
 
 
@@ -61,6 +63,10 @@ LEGAL = {
 }
 
 
+INVOCATIONS: Final = ((7,), (8, 9))
+"""What switches activated adapters on: few, so that several have one in common."""
+
+
 def digest(name: str) -> str:
     """64 hexadecimal characters that stand for `name`."""
     return hashlib.sha256(name.encode()).hexdigest()
@@ -68,7 +74,8 @@ def digest(name: str) -> str:
 
 @dataclass(slots=True)
 class Image:
-    """One revision of an alias. size_class: of its block, 0 for whole pages. known: the engine has confirmed it, and requests may name it. pins: confirmed ones."""
+    """One revision of an alias. size_class: of its block, 0 for whole pages. invocation: tokens that
+    switch it on, none for one that is always on. known: the engine has confirmed it, and requests may name it. pins: confirmed ones."""
 
     alias: str
     key: str
@@ -76,8 +83,14 @@ class Image:
     number: int
     pages: int
     size_class: int = 0
+    invocation: tuple[int, ...] = ()
     known: bool = False
     pins: int = 0
+
+    @property
+    def execution(self) -> str:
+        """What acts where it is on, as far as KV rows can tell."""
+        return base_execution(BASE) if head_only(self.number) else adapter_execution(self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +106,7 @@ class Names:
         self._setup, self._injector, self.inbox = setup, injector, inbox
         self._rng = Random(f"{setup.seed}/names")
         self._small = Random(f"{setup.seed}/small names")
+        self._activation = Random(f"{setup.seed}/activation")
         self._current: dict[str, Image] = {}
         self._by_key: dict[str, Image] = {}
         self._revisions: Counter[str] = Counter()
@@ -191,7 +205,10 @@ class Names:
             classes = self._setup.limits.kv.page_tokens.bit_length() - 1
             pages, size_class = 1, 1 + self._small.randrange(classes)
         number = adapter_number(digest_words(kernel))
-        self._ask_to_register(Image(alias, digest(name), kernel, number, pages, size_class))
+        invocation: tuple[int, ...] = ()
+        if self._activation.random() < self._setup.activated:
+            invocation = self._activation.choice(INVOCATIONS)
+        self._ask_to_register(Image(alias, digest(name), kernel, number, pages, size_class, invocation))
 
     def _ask_to_register(self, image: Image) -> None:
         self._by_key[image.key] = image
@@ -204,6 +221,8 @@ class Names:
             (0, 1),
             1000,
             image.size_class,
+            image.execution,
+            image.invocation,
         )
         self._send(Kind.REGISTER, image, message)
 
@@ -239,7 +258,10 @@ class Names:
                 image.pins -= 1
             case Kind.INSPECT:
                 pages = message.body["pages"]
-                if sum(pages[name] for name in ("free", "reserved", "adapter", "kv")) != pages["total"]:
+                if (
+                    sum(pages[name] for name in ("free", "reserved", "adapter", "kv", "prefix"))
+                    != pages["total"]
+                ):
                     raise Wrong("conservation", f"the engine's own figures do not add up: {pages}")
             case _:
                 pass

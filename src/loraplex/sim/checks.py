@@ -28,6 +28,7 @@ from loraplex.engine.state import EngineState
 from loraplex.sim.clients import Clients
 from loraplex.sim.device import BUILT_ON_FAILURE, INJECTED, cells_of
 from loraplex.sim.faults import Setup
+from loraplex.sim.histories import Histories
 from loraplex.sim.page_ledger import block_ledger, page_ledger
 from loraplex.sim.tokens import adapter_number
 from loraplex.sim.wrong import Wrong
@@ -57,6 +58,7 @@ class Checkers:
         self._whole: set[tuple[int, int]] = set()
         self._published: dict[int, int] = {}
         self._table: dict[int, dict[int, int]] = {}
+        self._histories = Histories(setup, clients, state, self._table)
         self._named: dict[int, frozenset[int]] = {}
         self._adapter_state: dict[str, str] = {}
         self._arrivals: dict[str, int] = {}
@@ -71,21 +73,30 @@ class Checkers:
         self._generation = plan.generation
         self._note_deltas(plan)
         named: set[int] = set()
+        written: set[int] = set()
         tokens = self._setup.limits.kv.page_tokens
         requests = plan.requests
-        for slot, adapter, generation, end in each(
-            requests.slot, requests.adapter_slot, requests.adapter_generation, requests.kv_end
+        for slot, adapter, generation, start, end in each(
+            requests.slot,
+            requests.adapter_slot,
+            requests.adapter_generation,
+            requests.kv_start,
+            requests.kv_end,
         ):
-            self._check_binding(slot, adapter, generation)
+            self._check_binding(slot, adapter, generation, start, end)
             table = self._table.get(slot, {})
             last = (end - 1) // tokens
             pages = [table.get(index, 0) for index in range(last + 1)]
             if 0 in pages:
                 raise Wrong("one_owner", f"request slot {slot} has rows without a page")
             cells = set(cells_of(np.array(pages), tokens).tolist())
-            if not named.isdisjoint(cells):
-                raise Wrong("one_owner", f"request slot {slot} shares a page with another request")
+            own = set(cells_of(np.array(pages[start // tokens :]), tokens).tolist())
+            if not named.isdisjoint(own) or not written.isdisjoint(cells):
+                raise Wrong(
+                    "one_owner", f"request slot {slot} shares a page that is written with another request"
+                )
             named |= cells
+            written |= own
             if adapter:
                 held = self._cells_of[adapter, generation]
                 if not held.isdisjoint(cells):
@@ -95,6 +106,7 @@ class Checkers:
                 raise Wrong("one_owner", f"KV lies in pages of adapter slot {adapter}")
         for adapter, generation in {(a, g) for a, g in adapter_pairs(plan.requests) if a}:
             named |= self._cells_of[adapter, generation]
+        self._histories.on_plan(plan)
         self._check_copies(plan, named)
         self._named[plan.generation] = frozenset(named)
 
@@ -112,14 +124,18 @@ class Checkers:
             if self._published.get(slot) == generation:
                 del self._published[slot]
 
-    def _check_binding(self, slot: int, adapter: int, generation: int) -> None:
+    def _check_binding(self, slot: int, adapter: int, generation: int, start: int, end: int) -> None:
         record = self._state.by_slot.get(slot)
         ask = self._clients.live.get(record.request_id) if record is not None else None
         if ask is None:
             raise Wrong("ends_once", f"request slot {slot} has rows but no open request")
+        if start < ask.invoked_at < end:
+            raise Wrong(
+                "activation", f"{ask.request_id} is invoked at {ask.invoked_at}, inside rows {start} to {end}"
+            )
+        if bool(adapter) != (ask.image is not None and start >= ask.invoked_at):
+            raise Wrong("activation", f"{ask.request_id} runs adapter slot {adapter} at position {start}")
         if not adapter:
-            if ask.image is not None:
-                raise Wrong("revision_lease", f"{ask.request_id} leased an adapter and runs the base")
             return
         if self._published.get(adapter) != generation:
             raise Wrong(
@@ -155,6 +171,7 @@ class Checkers:
     def on_result(self, result: StepResult) -> None:
         """A result was collected."""
         self._named.pop(result.generation, None)
+        self._histories.on_result(result)
         copied = result.copied
         for slot, generation, whole in each(copied.adapter_slot, copied.adapter_generation, copied.intact):
             if whole:
@@ -224,6 +241,7 @@ class Checkers:
                 f"{count} pages are accounted for, the pool has {self._setup.limits.num_pages - 1}",
             )
         self._check_blocks()
+        self._histories.after_step()
 
     def _check_blocks(self) -> None:
         """Every block of every slab page is in exactly one place, and all blocks of a page have one size."""
@@ -249,10 +267,15 @@ class Checkers:
             raise Wrong("liveness", f"calls are left without an answer: {clients.names.open_calls}")
         resident = sum(int(entry.pages.size) for entry in state.adapters.values())
         slabs = state.pool.slabs.pages
-        if state.pool.free + resident + slabs != state.pool.usable:
+        if state.prefix.unreferenced != len(state.prefix):
+            raise Wrong(
+                "leases", f"{len(state.prefix) - state.prefix.unreferenced} cached blocks are still read"
+            )
+        if state.pool.free + resident + slabs + len(state.prefix) != state.pool.usable:
             raise Wrong(
                 "conservation",
-                f"{state.pool.free} free, {resident} adapter and {slabs} slab pages of {state.pool.usable}",
+                f"{state.pool.free} free, {resident} adapter, {slabs} slab and {len(state.prefix)} cached pages of "
+                f"{state.pool.usable}",
             )
         for entry in state.adapters.values():
             if entry.refcount or entry.revision_leases or entry.queued_reservations or entry.inflight_events:

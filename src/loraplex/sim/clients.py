@@ -28,8 +28,11 @@ from loraplex.core.messages import (
     Tokens,
 )
 from loraplex.core.packed import I32
+from loraplex.identity.cache import KeyChain, cache_root, namespace_of
+from loraplex.identity.closure import GRAPH_REVISION
+from loraplex.identity.execution import history_of
 from loraplex.sim.administrator import NO_ROOM, Image, Names, digest
-from loraplex.sim.faults import VOCAB, Fault, Injector, Operation, Setup
+from loraplex.sim.faults import BASE, CACHE, VOCAB, Fault, Injector, Operation, Setup
 from loraplex.sim.tokens import expected_tokens
 from loraplex.sim.world import VirtualClock
 from loraplex.sim.wrong import Wrong
@@ -45,11 +48,18 @@ MALFORMED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"adapter": digest("nobody")}, "adapter_not_found"),
 )
 """Fields of a submission that must be refused, with the refusal's code."""
+MALFORMED_KEYS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"invoked_at": -7}, "invalid_request"),
+    ({"invoked_at": 499}, "invalid_request"),
+    ({"block_keys": b"x" * 31}, "invalid_request"),
+    ({"block_keys": b"x" * 32 * 99}, "invalid_request"),
+)
+"""The same where prefixes are cached."""
 
 
 @dataclass(slots=True)
 class Ask:
-    """One request as its client sees it. allowed: error codes that make sense for it; must: the only one that does."""
+    """One request as its client sees it. invoked_at: position from which on its adapter acts, -1 for one that is always on. allowed: error codes that make sense for it; must: the only one that does."""
 
     request_id: str
     image: Image | None
@@ -59,6 +69,8 @@ class Ask:
     arrival_ns: int
     order: int
     expected: list[int]
+    tenant: str = "default"
+    invoked_at: int = -1
     tokens: list[int] = field(default_factory=list)
     allowed: set[str] = field(default_factory=set)
     must: str | None = None
@@ -72,6 +84,8 @@ class Clients:
     def __init__(self, setup: Setup, clock: VirtualClock, injector: Injector) -> None:
         self._setup, self._clock, self._injector = setup, clock, injector
         self._rng = Random(f"{setup.seed}/clients")
+        self._prompts = Random(f"{setup.seed}/prompts")
+        self._contexts = [self._context() for _ in range(3)]
         self.inbox: list[ToEngine] = []
         self.names = Names(setup, injector, self.inbox)
         self.live: dict[str, Ask] = {}
@@ -136,7 +150,8 @@ class Clients:
             for _ in range(setup.limits.max_requests * 2):
                 self.submit(longest=True)
         if injector.strikes(Fault.MALFORMED_MESSAGE):
-            self._malformed(*MALFORMED[injector.pick(len(MALFORMED))])
+            cases = MALFORMED + MALFORMED_KEYS if setup.limits.prefix_cache else MALFORMED
+            self._malformed(*cases[injector.pick(len(cases))])
 
     def submit(self, *, longest: bool = False) -> Ask:
         """Send one request for the base or for what a name means now; early names are popular ones."""
@@ -162,7 +177,11 @@ class Clients:
         length = setup.prompt_tokens if longest else rng.randint(1, setup.prompt_tokens)
         prompt = np.array([rng.randrange(VOCAB) for _ in range(length)], dtype=np.int32)
         max_tokens = setup.output_tokens if longest else rng.randint(1, setup.output_tokens)
-        expected = expected_tokens(prompt, image.number if image else 0, max_tokens, VOCAB)
+        prompt = self._alike(prompt)
+        prompt, invoked_at = self._invoke(prompt, image.invocation if image is not None else ())
+        expected = expected_tokens(
+            prompt, image.number if image else 0, max_tokens, VOCAB, max(invoked_at, 0)
+        )
         stop: frozenset[int] = frozenset()
         if rng.random() < 0.1:
             stop = frozenset({expected[rng.randrange(max_tokens)]})
@@ -170,11 +189,66 @@ class Clients:
         self.sent += 1
         return Ask(
             f"r{self.sent}", image, prompt, max_tokens, stop, self._clock.now, self.sent, expected,
-            allowed=set(self._always),
+            allowed=set(self._always), tenant=self._tenant(), invoked_at=invoked_at,
         )  # fmt: skip
 
-    @staticmethod
-    def _message(ask: Ask) -> Submit:
+    def _context(self) -> I32:
+        length = self._setup.prompt_tokens
+        return np.array([self._prompts.randrange(VOCAB) for _ in range(length)], dtype=np.int32)
+
+    def _tenant(self) -> str:
+        count = self._setup.tenants
+        return f"t{self._prompts.randrange(count)}" if count > 1 else "default"
+
+    def _alike(self, prompt: I32) -> I32:
+        """The prompt, or one of its length that begins as others do, or as one that was answered."""
+        rng = self._prompts
+        if rng.random() >= self._setup.alike:
+            return prompt
+        asked = list(self.recent.values()) or list(self.live.values())
+        if asked and rng.random() < 0.5:
+            other = asked[-1 - rng.randrange(min(len(asked), 8))]
+            context = np.concatenate([other.prompt, np.array(other.tokens, dtype=np.int32)])
+        else:
+            context = self._contexts[rng.randrange(len(self._contexts))]
+        count = min(context.size, prompt.size)
+        if rng.random() < 0.7:
+            count = max(count - 1 - rng.randrange(3), 0)
+        return np.concatenate([context[:count], prompt[count:]]).astype(np.int32)
+
+    def _invoke(self, prompt: I32, invocation: tuple[int, ...]) -> tuple[I32, int]:
+        """The prompt with an invocation in it, and where the last one begins; -1 where none is wanted."""
+        if not invocation:
+            return prompt, -1
+        length = len(invocation)
+        if prompt.size < length:
+            prompt = np.zeros(length, dtype=np.int32)
+        prompt = prompt.copy()
+        at = self._prompts.choice(
+            [(prompt.size - length) // 2, self._prompts.randint(0, prompt.size - length)]
+        )
+        prompt[at : at + length] = invocation
+        last = max(
+            start for start in range(prompt.size - length + 1)
+            if tuple(prompt[start : start + length].tolist()) == invocation
+        )  # fmt: skip
+        return prompt, last
+
+    def namespace(self, ask: Ask) -> str:
+        """Whose cached prefixes a request may find."""
+        return namespace_of(ask.tenant, self._setup.limits.shared_tenants)
+
+    def _keys(self, ask: Ask) -> bytes:
+        limits = self._setup.limits
+        if not limits.prefix_cache:
+            return b""
+        execution = ask.image.execution if ask.image is not None else None
+        history = history_of(BASE, execution, ask.invoked_at if ask.invoked_at >= 0 else None)
+        root = cache_root(CACHE, GRAPH_REVISION, self.namespace(ask))
+        chain = KeyChain(root, history, limits.kv.page_tokens)
+        return b"".join(chain.extend(ask.prompt.astype("<i4").tobytes()))
+
+    def _message(self, ask: Ask) -> Submit:
         sampling = EngineSampling(
             max_tokens=ask.max_tokens, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0,
             presence_penalty=0.0, frequency_penalty=0.0, logit_bias=(), stop_token_ids=tuple(sorted(ask.stop)),
@@ -182,7 +256,10 @@ class Clients:
         )  # fmt: skip
         key = ask.image.key if ask.image is not None else None
         prompt = ask.prompt.astype("<i4").tobytes()
-        return Submit(ask.request_id, prompt, sampling, key, arrival_ns=ask.arrival_ns)
+        return Submit(
+            ask.request_id, prompt, sampling, key, ask.tenant, arrival_ns=ask.arrival_ns, namespace=self.namespace(ask),
+            block_keys=self._keys(ask), invoked_at=ask.invoked_at,
+        )  # fmt: skip
 
     def replica_died(self) -> None:
         """What a supervisor does: open requests end typed, then the new engine is told what there is."""

@@ -27,7 +27,14 @@ from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.packed import I32, each
 from loraplex.core.plan import BatchPlan, CopiedColumns, FaultColumns, StepResult, adapter_pairs
 from loraplex.core.plan_check import PlanBounds, check_plan
-from loraplex.sim.tokens import adapter_number, fingerprint_rows, next_allowed, position_weights, sampled
+from loraplex.sim.tokens import (
+    adapter_number,
+    fingerprint_rows,
+    next_allowed,
+    position_weights,
+    sampled,
+    split,
+)
 from loraplex.sim.world import VirtualClock
 
 I64 = npt.NDArray[np.int64]
@@ -134,6 +141,7 @@ class VirtualDevice:
         self.page_table = np.zeros((bounds.max_requests, bounds.max_pages_per_request), dtype=np.int32)
         self.incarnation = np.zeros(bounds.max_requests, dtype=np.int64)
         self.frontier = np.zeros(bounds.max_requests, dtype=np.int64)
+        self.kv = np.zeros(bounds.max_requests, dtype=np.int64)
         self.installed: dict[tuple[int, int], tuple[int, I64]] = {}
         self.published: dict[int, int] = {}
         self.sampled: dict[int, I32] = {}
@@ -319,6 +327,7 @@ class VirtualDevice:
             raise InternalFault(ErrorCode.BACKEND_FAILED, INJECTED)
         tokens = self._forward(plan, self._resolve(plan))
         self.frontier[plan.requests.slot] = plan.requests.frontier + 1
+        self.kv[plan.requests.slot] = plan.requests.kv_end
         self.sampled[plan.generation] = tokens
         self.sampled.pop(plan.generation - 2, None)
         return self.result_of(plan, tokens)
@@ -336,11 +345,12 @@ class VirtualDevice:
         )
 
     def _check_mirrors(self, plan: BatchPlan) -> None:
-        incarnation, frontier = self.incarnation, self.frontier
+        incarnation, frontier, kv = self.incarnation, self.frontier, self.kv
         if len(plan.opens):
-            incarnation, frontier = incarnation.copy(), frontier.copy()
+            incarnation, frontier, kv = incarnation.copy(), frontier.copy(), kv.copy()
             incarnation[plan.opens.slot] = plan.opens.incarnation
             frontier[plan.opens.slot] = 0
+            kv[plan.opens.slot] = plan.opens.kv_start
         slots = plan.requests.slot
         if not np.array_equal(incarnation[slots], plan.requests.incarnation):
             raise InternalFault(
@@ -348,12 +358,15 @@ class VirtualDevice:
             )
         if not np.array_equal(frontier[slots], plan.requests.frontier):
             raise InternalFault(ErrorCode.STALE_KV_FRONTIER, "a planned frontier is not the device's")
+        if not np.array_equal(kv[slots], plan.requests.kv_start):
+            raise InternalFault(ErrorCode.STALE_KV_FRONTIER, "a request begins behind other KV than it has")
         if plan.reference > 0 and plan.reference not in self.sampled:
             raise InternalFault(ErrorCode.STALE_PLAN_GENERATION, f"plan {plan.reference} never ran")
 
     def _apply_deltas(self, plan: BatchPlan) -> None:
         self.incarnation[plan.opens.slot] = plan.opens.incarnation
         self.frontier[plan.opens.slot] = 0
+        self.kv[plan.opens.slot] = plan.opens.kv_start
         for slot, generation in adapter_pairs(plan.publishes):
             if self.published.get(slot) != generation:
                 if (slot, generation) not in self.installed:
@@ -395,8 +408,9 @@ class VirtualDevice:
             return np.empty(0, dtype=np.int32)
         slots, rows, ends = plan.requests.slot, plan.requests.rows, plan.requests.kv_end
         pairs = adapter_pairs(plan.requests)
-        numbers = {pair: self._adapter(*pair) for pair in dict.fromkeys(pairs)}
-        of_request = np.array([numbers[pair] for pair in pairs], dtype=np.uint64)
+        numbers = {pair: split(self._adapter(*pair)) for pair in dict.fromkeys(pairs)}
+        of_request = np.array([numbers[pair][0] for pair in pairs], dtype=np.uint64)
+        heads = np.array([numbers[pair][1] for pair in pairs], dtype=np.uint64)
         row_slots, positions = np.repeat(slots, rows), plan.positions
         pages = self.page_table[row_slots, positions // self.page_tokens]
         if (pages == 0).any():
@@ -411,7 +425,7 @@ class VirtualDevice:
         if (history == POISON).any():
             raise InternalFault(ErrorCode.PLAN_PAGE_TABLE, "a history has a free page")
         sums = np.add.reduceat(history * self._weights[every], stops - ends)
-        drawn = sampled(sums[plan.samples.request], self.bounds.vocab_size)
+        drawn = sampled((sums + heads)[plan.samples.request], self.bounds.vocab_size)
         for sample, words in zip(plan.mask_samples.tolist(), plan.masks, strict=True):
             drawn[sample] = next_allowed(int(drawn[sample]), words)
         return drawn

@@ -10,16 +10,20 @@ Specification: 0x05H, 0x07I, 0x07K, 0x09L (what fails); rulings "Tests" (seeded 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
 from typing import Final
 
 from loraplex.core.layout import KvShape
 from loraplex.engine.sizes import EngineLimits
+from loraplex.identity.canonical import digest
 from loraplex.sim.device import CopyFate, Costs, Faults
 
 VOCAB: Final = 499
+BASE: Final = digest("base")
+CACHE: Final = digest("cache")
+"""Base and cache ABI of the simulated replica."""
 
 
 class Fault(StrEnum):
@@ -88,7 +92,8 @@ RATES: Final[dict[Fault, float]] = {
 class Setup:
     """What a seed draws. aliases: adapters by name. small_share: those that take a block of a slab page. arrivals:
     requests a tick. cap: live requests at most.
-    max_overtaken: later arrivals that may be admitted before a waiting request is; more is starvation."""
+    tenants: who asks. alike: requests whose prompt begins as others' do, or goes on where one ended. activated: adapters that
+    act from an invocation on. max_overtaken: later arrivals that may be admitted before a waiting request is; more is starvation."""
 
     seed: int
     limits: EngineLimits
@@ -106,6 +111,9 @@ class Setup:
     faults: frozenset[Fault]
     max_overtaken: int = 2_000
     small_share: float = 0.0
+    tenants: int = 1
+    alike: float = 0.0
+    activated: float = 0.0
 
     def record(self) -> dict[str, object]:
         """The setup as plain values."""
@@ -121,6 +129,11 @@ class Setup:
             "scrub": limits.scrub,
             "aliases": self.aliases,
             "small_share": self.small_share,
+            "prefix_cache": limits.prefix_cache,
+            "prefix_floor": limits.prefix_floor,
+            "tenants": self.tenants,
+            "alike": self.alike,
+            "activated": self.activated,
             "arrivals_per_tick": self.arrivals,
             "ranking": limits.ranking,
             "operations": sorted(kind.value for kind in self.operations),
@@ -128,8 +141,17 @@ class Setup:
         }
 
 
-def draw_setup(seed: int, *, depth: int | None = None, faults: frozenset[Fault] | None = None) -> Setup:
-    """The machine, load and fault kinds of a seed. depth, faults: instead of drawn ones."""
+def draw_setup(
+    seed: int,
+    *,
+    depth: int | None = None,
+    faults: frozenset[Fault] | None = None,
+    cached: bool | None = None,
+) -> Setup:
+    """The machine, load and fault kinds of a seed. depth, faults: instead of drawn ones.
+
+    cached: whether prefixes are; without it there are no tenants, no prompts alike and no activated adapters either.
+    """
     rng = Random(f"{seed}/setup")
     page_tokens = rng.choice([1, 2, 4, 8])
     adapter_pages = rng.randint(1, 5)
@@ -158,6 +180,15 @@ def draw_setup(seed: int, *, depth: int | None = None, faults: frozenset[Fault] 
         adapter_floor=rng.choice([0, 0, adapter_pages]),
         host_bytes=rng.choice([None, 3 * adapter_pages * kv.page_bytes]),
     )
+    prefix = Random(f"{seed}/prefix")
+    on = prefix.random() < 0.8 if cached is None else cached
+    if on:
+        shared = frozenset(prefix.choice([(), ("t0", "t1")]))
+        floor = prefix.choice([0, 0, pages // 3])
+        limits = replace(
+            limits, prefix_cache=True, base_abi=BASE, cache_abi=CACHE, prefix_floor=floor, shared_tenants=shared,
+            prefill_tokens_per_s=prefix.choice([1_000, 1_000_000]),
+        )  # fmt: skip
     step_ns = 100_000
     costs = Costs(step_ns, 2_000, rng.choice([0, 20_000, 300_000]), rng.choice([1_000, 50_000, 400_000]))
     return Setup(
@@ -176,6 +207,9 @@ def draw_setup(seed: int, *, depth: int | None = None, faults: frozenset[Fault] 
         operations=frozenset(kind for kind in Operation if rng.random() < 0.4),
         faults=kinds if faults is None else faults,
         small_share=Random(f"{seed}/small").choice([0.0, 0.3, 0.6, 0.95]) if page_tokens > 1 else 0.0,
+        tenants=prefix.choice([1, 3]) if on else 1,
+        alike=prefix.choice([0.3, 0.8, 0.95]) if on else 0.0,
+        activated=prefix.choice([0.0, 0.4]) if on else 0.0,
     )
 
 

@@ -1,4 +1,4 @@
-"""Where each page is, added up from its owners: requests, adapters, open transactions, slabs and the free list; and each block.
+"""Where each page is, added up from its owners: requests, cached blocks, adapters, open transactions, slabs and the free list; and each block.
 
 The pool's own states are not consulted: a page or block that two owners name, or that nobody names, shows.
 Specification: 0x05A.
@@ -16,7 +16,8 @@ def page_ledger(state: EngineState) -> I32:
     """Every page named by any owner, with repeats; all pages but the null page, once each, when all is well."""
     table = state.table
     parts: list[I32] = [np.fromiter(state.pool.free_pages(), dtype=np.int32)]
-    parts += [table.page_table[slot, : table.pages[slot]] for slot in state.by_slot]
+    parts += [table.own_pages(slot) for slot in state.by_slot]
+    parts.append(np.array([block.page for block in state.prefix], dtype=np.int32))
     parts += [entry.pages for entry in state.adapters.values()]
     parts += [entry.pages for entry, _ in state.departing]
     for job in state.loads.values():

@@ -1,7 +1,8 @@
 """What the virtual device computes instead of a model: fingerprints, and the token that a history of them leads to.
 
 A KV position holds a fingerprint of (token, position, adapter image). A sampled token is a hash of all fingerprints of
-its history, in order. `expected_tokens` says what a request alone would produce; it knows nothing of pages, plans or
+its history, in order. Images of one kind change the output head alone: their KV positions are the base's, and the token
+depends on the image beside the history. `expected_tokens` says what a request alone would produce; it knows nothing of pages, plans or
 engines, so a row that ran with a wrong adapter, a stale page, a lost or doubled position gives another token.
 
 Specification: rulings "Tests" (checkers outside the code under test).
@@ -31,7 +32,8 @@ def mix(values: U64) -> U64:
     return values ^ (values >> _S29)
 
 
-def _mix_one(value: int) -> int:
+def mix_one(value: int) -> int:
+    """`mix` of one word."""
     value = ((value ^ (value >> 31)) * _ROUND) & _WORD
     return value ^ (value >> 29)
 
@@ -56,17 +58,32 @@ def adapter_number(words: I32) -> int:
     return int.from_bytes(words.astype("<i4").tobytes()[:7], "little") | 1
 
 
-def expected_tokens(prompt: I32, adapter: int, count: int, vocab_size: int) -> list[int]:
-    """The first `count` tokens that a request alone would produce. adapter: its image's number, 0 for the base."""
+def head_only(adapter: int) -> bool:
+    """Whether an image changes the output head alone: one in four does."""
+    return adapter & 6 == 6
+
+
+def split(adapter: int) -> tuple[int, int]:
+    """What of an image's number goes into KV positions, and what into the choice of a token."""
+    return (0, adapter) if head_only(adapter) else (adapter, 0)
+
+
+def expected_tokens(prompt: I32, adapter: int, count: int, vocab_size: int, invoked_at: int = 0) -> list[int]:
+    """The first `count` tokens that a request alone would produce. adapter: its image's number, 0 for the base.
+
+    invoked_at: position from which on the adapter acts.
+    """
+    adapter, head = split(adapter)
     positions = np.arange(prompt.size, dtype=np.int32)
-    rows = fingerprint_rows(prompt, positions, np.full(prompt.size, adapter, dtype=np.uint64))
+    acting = np.where(positions >= invoked_at, np.uint64(adapter), np.uint64(0))
+    rows = fingerprint_rows(prompt, positions, acting)
     total = int((rows * position_weights(prompt.size)).sum(dtype=np.uint64))
     out: list[int] = []
     for position in range(prompt.size, prompt.size + count):
-        token = _mix_one(total) % vocab_size
+        token = mix_one((total + head) & _WORD) % vocab_size
         out.append(token)
-        row = _mix_one((token * _GOLDEN + position * _SPREAD + adapter) & _WORD)
-        total = (total + row * (_mix_one(((position + 1) * _GOLDEN) & _WORD) | 1)) & _WORD
+        row = mix_one((token * _GOLDEN + position * _SPREAD + adapter) & _WORD)
+        total = (total + row * (mix_one(((position + 1) * _GOLDEN) & _WORD) | 1)) & _WORD
     return out
 
 

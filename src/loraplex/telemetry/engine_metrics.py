@@ -22,6 +22,9 @@ from loraplex.core.events import (
     LoadFailed,
     PlanDiscarded,
     PrefetchReleased,
+    PrefixGivenUp,
+    PrefixMatched,
+    PrefixPublished,
     RequestAdmitted,
     RequestFinished,
     RequestPreempted,
@@ -68,6 +71,16 @@ class EngineMetrics:
         self._prefetched = counter("prefetches_ended", "Speculative loads by whether they were used.", "used")
         self._wasted = counter("prefetch_wasted_pages", "Whole pages loaded on speculation and never used.")
         self._wasted_bytes = counter("prefetch_wasted_bytes", "Bytes loaded on speculation and never used.")
+        self._queried = counter(
+            "prefix_queried_tokens", "Prompt tokens that were looked up among cached prefixes."
+        )
+        self._reused = counter("prefix_reused_tokens", "Prompt tokens that a cached prefix saved computing.")
+        self._published = counter("prefix_blocks_published", "Blocks of KV rows that were cached.")
+        self._published_bytes = counter("prefix_bytes_published", "Bytes of KV rows that were cached.")
+        self._given_up = counter(
+            "prefix_blocks_given_up", "Cached blocks that went, by what took their page.", "by"
+        )
+        self._given_up_bytes = counter("prefix_bytes_given_up", "Bytes of cached blocks that went.", "by")
         self._revoked = counter("adapters_revoked", "Revisions revoked after publication.")
         self._lost = counter("events_lost", "Events that the engine could not hand over.")
 
@@ -116,6 +129,16 @@ class EngineMetrics:
                 self._wasted_bytes.inc(0 if event.used else event.nbytes)
             case AdapterRevoked():
                 self._revoked.inc()
+            case PrefixMatched():
+                if event.again == 0:
+                    self._queried.inc(event.queried)
+                    self._reused.inc(event.reused)
+            case PrefixPublished():
+                self._published.inc(event.blocks)
+                self._published_bytes.inc(event.nbytes)
+            case PrefixGivenUp():
+                self._given_up.labels(event.reason).inc(event.blocks)
+                self._given_up_bytes.labels(event.reason).inc(event.nbytes)
             case _:
                 pass  # a first token is timed where its client sees it; a queued request is counted when it ends
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import CopyIgnored, RestorationFailed
+from loraplex.engine import prefixes
 from loraplex.engine.request_state import LoadJob, Phase, Purpose, RequestRecord
 from loraplex.engine.residency import transitions
 from loraplex.engine.residency.load_failures import count_failure
@@ -107,6 +108,7 @@ def _roll_back(state: EngineState, job: LoadJob, error: InternalFault) -> None:
     record = job.record
     if record is not None and record.phase is Phase.LOADING:
         record.transaction, record.phase = None, Phase.WAITING
+        prefixes.release(state, record)
         state.queue.push(record.ticket)
     if job.purpose is Purpose.RESTORE:
         pages, nbytes = entry.own_pages, state.image_bytes(entry)

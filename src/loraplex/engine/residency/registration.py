@@ -2,7 +2,8 @@
 
 Registering takes an image that lies verified in the disk store; whether it goes on to host and device is decided by
 calls (`wishes`), by requests (`admission`) and by the queue. Removal stops new requests at once and waits for nobody:
-the adapter leaves when its last lease, its copy and the last launch that names it are gone. Revocation ends its requests.
+the adapter leaves when its last lease, its copy and the last launch that names it are gone, and cached blocks made under it
+go with it. Revocation ends its requests.
 
 Specification: 0x07F to 0x07I; rulings "Residency".
 """
@@ -15,11 +16,13 @@ from loraplex.core.errors import CallerError, ErrorCode, InternalFault
 from loraplex.core.events import AdapterRevoked
 from loraplex.core.layout import MAX_SIZE_CLASS, block_bytes
 from loraplex.core.messages import RegisterAdapter, RemoveAdapter, Reply, RevokeAdapter
-from loraplex.engine import endings
+from loraplex.engine import endings, prefixes
 from loraplex.engine.request_state import Purpose, Want
 from loraplex.engine.residency import transitions
 from loraplex.engine.residency.hosting import drop_unnamed
 from loraplex.engine.state import EngineState
+from loraplex.identity.canonical import check_digest
+from loraplex.identity.execution import adapter_execution
 from loraplex.memory.residency import BINDABLE, AdapterEntry
 
 _HEXADECIMAL: Final = frozenset("0123456789abcdef")
@@ -35,7 +38,7 @@ def register(state: EngineState, message: RegisterAdapter) -> None:
             )
         state.outbox.append(Reply(message.call_id, body=describe(state, known)))
         return
-    _require_sound(message, state.pool.page_bytes)
+    _require_sound(message, state.pool.page_bytes, state.limits.vocab_size)
     if message.pages > state.pool.usable:
         raise CallerError(
             ErrorCode.ADAPTER_TOO_LARGE,
@@ -50,13 +53,24 @@ def register(state: EngineState, message: RegisterAdapter) -> None:
         modules=message.modules,
         host_bytes=message.host_bytes,
         size_class=message.size_class,
+        execution=_execution(state, message),
+        invocation=message.invocation,
     )
     state.adapters[entry.key] = entry
     state.sharers.setdefault(entry.kernel_digest, []).append(entry)
     state.wants.append(Want(entry, Purpose.REGISTER, message.call_id))
 
 
-def _require_sound(message: RegisterAdapter, page_bytes: int) -> None:
+def _execution(state: EngineState, message: RegisterAdapter) -> str:
+    """What acts where the adapter is on, as far as KV rows can tell; raises `identity_invalid`. Empty where nothing is cached."""
+    if not state.limits.prefix_cache:
+        return ""
+    if message.execution:
+        return check_digest("execution", message.execution)
+    return adapter_execution(message.key)
+
+
+def _require_sound(message: RegisterAdapter, page_bytes: int, vocab_size: int) -> None:
     """What a preparation says of its image must at least be possible; nothing else here looks at it before a copy."""
     for name, digest in (("key", message.key), ("kernel digest", message.kernel_digest)):
         if not digest:
@@ -70,6 +84,11 @@ def _require_sound(message: RegisterAdapter, page_bytes: int) -> None:
         raise InternalFault(
             ErrorCode.OPERATOR_LAYOUT,
             f"an image of {message.pages} pages, {message.host_bytes} bytes and ranks {message.ranks} cannot be",
+        )
+    if not all(0 <= token < vocab_size for token in message.invocation):
+        raise CallerError(
+            ErrorCode.TOKEN_OUT_OF_RANGE,
+            f"an invocation of the token ids {message.invocation} leaves the vocabulary of {vocab_size}",
         )
     size_class = message.size_class
     exists = 0 <= size_class <= MAX_SIZE_CLASS and block_bytes(page_bytes, size_class) > 0
@@ -113,6 +132,7 @@ def revoke(state: EngineState, message: RevokeAdapter) -> None:
             ),
         )
     state.emit(AdapterRevoked(state.clock.now_ns(), entry.key, len(bound)))
+    prefixes.drop(state, entry)
     remove(state, RemoveAdapter(message.call_id, message.key))
 
 
@@ -130,6 +150,8 @@ def finish_departures(state: EngineState) -> None:
             still.append((entry, call_id))
             continue
         transitions.leave(state, entry)
+        if all(entry.key != other.key for other in state.adapters.values()):
+            prefixes.drop(state, entry)
         state.sharers[entry.kernel_digest] = [e for e in state.sharers[entry.kernel_digest] if e is not entry]
         drop_unnamed(state, entry.kernel_digest)
         if call_id:

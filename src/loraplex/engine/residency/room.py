@@ -1,7 +1,8 @@
 """Whether there is room now, and taking it: pages for loads and for requests that grow.
 
 Room is what `EngineState.available_pages` says and what `victims` would give up. Eviction for requests frees pages at once,
-because their work is ordered after every launch that used them; a load takes its victims' pages inside its transaction.
+because their work is ordered after every launch that used them; a load takes its victims' pages inside its transaction, and
+pages of cached blocks before it: they are no victims that a rollback owes.
 Every page that a request or a load gets is taken here. Never chooses who goes, and never says that waiting is in vain (`feasibility` does).
 
 Specification: 0x05C (joint admission), 0x09J (speculative loads); rulings "Residency".
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from loraplex.core import limits
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.packed import I32
+from loraplex.engine import prefixes
 from loraplex.engine.residency import transitions, victims
 from loraplex.engine.state import EngineState
 from loraplex.memory.eviction import PageClass
@@ -32,8 +35,7 @@ def demand(
 
 def evict_for(state: EngineState, pages: int, keep: AdapterEntry | None = None) -> bool:
     """Evict idle adapters for a request until `pages` pages were freed; False, with nothing changed, when they do not suffice."""
-    floors = {PageClass.ADAPTER: state.limits.adapter_floor}
-    choice = victims.choose(state, pages, keep=keep, floors=floors)
+    choice = victims.choose(state, pages, keep=keep, floors=_floors(state))
     if not choice.enough:
         return False
     for victim in choice.victims:
@@ -41,8 +43,29 @@ def evict_for(state: EngineState, pages: int, keep: AdapterEntry | None = None) 
     return True
 
 
+def _floors(state: EngineState) -> dict[PageClass, int]:
+    """What pressure of requests leaves alone, the last one's excepted; `EngineState.spare_blocks` knows the floor of cached blocks."""
+    return {PageClass.ADAPTER: state.limits.adapter_floor if len(state.by_slot) > 1 else 0}
+
+
+def _free_available(state: EngineState, count: int, keep: AdapterEntry | None = None) -> None:
+    """Make `count` of the available pages free ones: what goes is whichever of cached blocks and idle adapters ranks first.
+
+    Where blocks go, a few more go with them: a full pool is asked again in the next step.
+    """
+    missing = state.missing_pages(count)
+    if not missing:
+        return
+    choice = victims.choose(state, missing, keep=keep, floors=_floors(state), cached=True)
+    for victim in choice.victims:
+        transitions.evict(state, victim)
+    ahead = min(state.pool.usable // 32, limits.MAX_BLOCKS_GIVEN_UP_AHEAD, state.spare_blocks)
+    prefixes.give_up(state, max(choice.blocks, ahead) if choice.blocks else 0, "kv")
+
+
 def take_for_rows(state: EngineState, count: int) -> tuple[I32, int]:
     """`count` of the available pages for requests that run, and the transaction that has them; the caller owns them next."""
+    _free_available(state, count)
     txn = state.next_transaction()
     return state.pool.reserve(count, txn), txn
 
@@ -55,6 +78,7 @@ def take_for_request(state: EngineState, demand: Demand, entry: AdapterEntry | N
     missing = demand.required - state.available_pages
     if missing > 0 and not evict_for(state, missing, entry):
         return None
+    _free_available(state, demand.required, entry)
     return Transaction.reserve(state.next_transaction(), state.pool, demand)
 
 
@@ -68,16 +92,17 @@ def take_for_load(
     chosen = victims.choose_for_load(state, demand, entry, evicting)
     if chosen is None:
         return None
-    demand, going = chosen
+    going = chosen.victims
+    prefixes.give_up(state, chosen.blocks, "adapter")
     for victim in going:
         transitions.retire(state, victim)
     transaction = Transaction.reserve(
-        state.next_transaction(), state.pool, demand, victims=going, last_launch=state.launched
+        state.next_transaction(), state.pool, chosen.demand, victims=going, last_launch=state.launched
     )
     if transaction is None:
         raise InternalFault(
             ErrorCode.TRANSACTION_STATE,
-            f"{len(going)} victims were chosen for {demand} and do not cover it",
+            f"{len(going)} victims were chosen for {chosen.demand} and do not cover it",
         )
     for victim in going:
         transitions.unpublish(state, victim)

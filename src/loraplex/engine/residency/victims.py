@@ -3,7 +3,8 @@
 What could go is offered as candidates of a page class; safety, ranking and floors are `memory.eviction`'s, here they are
 applied to the engine's adapters. A small adapter that leaves a slab with neighbours in it frees a block and no page. So
 pages are offered by adapters with pages of their own and by whole slabs; a single small adapter offers its block to
-another of its class, and its entry in the slot directory.
+another of its class, and its entry in the slot directory. Cached blocks that nobody reads are offered in the index's order;
+what computing one again costs stands beside what copying an adapter costs.
 
 Never changes a state and frees nothing: `transitions` does, at the word of whoever asked. What no victim could make
 possible is `feasibility`'s.
@@ -13,6 +14,7 @@ Specification: 0x04F, 0x05D (three steps); rulings "Residency".
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -28,17 +30,27 @@ NO_FLOORS: Final[Mapping[PageClass, int]] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offer(Candidate):
-    """Adapters that go together, priced as one. Two offers may have one key: one adapter is leaving."""
+    """Adapters that go together, priced as one, or a cached block: no adapter. Two offers may have one key: one adapter is leaving."""
 
     adapters: tuple[AdapterEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who goes, in order. enough: whether that is all that was needed."""
+    """Which adapters go, in order, and how many cached blocks. enough: whether that is all that was needed."""
 
     victims: list[AdapterEntry]
     enough: bool
+    blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Going:
+    """What makes room for a load: the demand that is left, the adapters and the number of cached blocks that go."""
+
+    demand: Demand
+    victims: list[AdapterEntry]
+    blocks: int
 
 
 def evictable(state: EngineState, keep: AdapterEntry | None = None) -> list[AdapterEntry]:
@@ -64,19 +76,30 @@ def choose(
     floors: Mapping[PageClass, int] = NO_FLOORS,
     spared: int = 0,
     gone: Collection[AdapterEntry] = (),
+    over: int = 0,
+    cached: bool = False,
 ) -> Choice:
     """Victims that make up `pages` and free `count` slots of the directory; where nothing does, all that may go towards it.
 
-    keep: an adapter that stays. floors: pages of a class that stay. spared: a slab page that stays. gone: adapters that go
+    over: pages that adapters alone must give up. cached: whether unreferenced blocks beyond their floor may go too. keep: an adapter that stays. floors: pages of a class that stay. spared: a slab page that stays. gone: adapters that go
     anyway, counted elsewhere.
     """
     offers = _of_pages(state, keep, spared)
+    order = _ranked(state, offers)
+    held = {PageClass.ADAPTER: state.adapter_pages, PageClass.PREFIX: state.spare_blocks}
+    beyond = eviction.cover(order, over, held=held, floors=floors)
+    taken = {id(offer) for offer in beyond.taken}
+    pages -= sum(offer.pages for offer in beyond.taken)
+    rest = [offer for offer in order if id(offer) not in taken]
     by_pages = eviction.cover(
-        _ranked(state, offers), pages, held={PageClass.ADAPTER: state.adapter_pages}, floors=floors
+        _with_cached(state, rest, pages) if cached else rest, pages, held=beyond.left, floors=floors
     )
-    victims = [entry for offer in by_pages.taken for entry in offer.adapters]
+    going = [*beyond.taken, *by_pages.taken]
+    victims = [entry for offer in going for entry in offer.adapters]
+    blocks = sum(offer.kind is PageClass.PREFIX for offer in going)
+    enough = beyond.enough and by_pages.enough
     if len(victims) >= count:
-        return Choice(victims, by_pages.enough)
+        return Choice(victims, enough, blocks)
     away = {id(entry) for entry in (*victims, *gone)}
     singly = [offer for offer in offers if not offer.adapters[0].size_class] + _of_blocks(state, keep)
     singly = [offer for offer in singly if id(offer.adapters[0]) not in away]
@@ -84,13 +107,11 @@ def choose(
         _ranked(state, singly), 0, held=by_pages.left, floors=floors, count_needed=count - len(victims)
     )
     victims += [offer.adapters[0] for offer in by_count.taken]
-    return Choice(victims, by_pages.enough and by_count.enough)
+    return Choice(victims, enough and by_count.enough, blocks)
 
 
-def choose_for_load(
-    state: EngineState, demand: Demand, entry: AdapterEntry, evicting: bool
-) -> tuple[Demand, list[AdapterEntry]] | None:
-    """The victims that make room for a load, and the demand that is left; None when nothing does.
+def choose_for_load(state: EngineState, demand: Demand, entry: AdapterEntry, evicting: bool) -> Going | None:
+    """What makes room for a load, and the demand that is left; None when nothing does.
 
     A small adapter for which a page would have to be cut may take the block of one of its class instead: whichever of
     the two ranking gives up first, and the other where that does not suffice. evicting: whether anybody may go.
@@ -99,7 +120,7 @@ def choose_for_load(
         spared = state.pool.slabs.next_page(demand.size_class)
         return _beside(state, demand, entry, evicting, spared=spared)
     as_pages = _beside(state, demand, entry, evicting)
-    if not demand.size_class or not evicting or (as_pages is not None and not as_pages[1]):
+    if not demand.size_class or not evicting or (as_pages is not None and not as_pages.victims):
         return as_pages
     order = _ranked(state, _of_pages(state, entry) + _of_blocks(state, entry, demand.size_class))
     donor = next((offer for offer in order if not offer.pages), None)
@@ -119,18 +140,20 @@ def _beside(
     *,
     spared: int = 0,
     first: Sequence[AdapterEntry] = (),
-) -> tuple[Demand, list[AdapterEntry]] | None:
+) -> Going | None:
     """What goes beside `first` for this demand. spared: the slab page that the demand's block lies in."""
-    over = state.adapter_pages + demand.adapter - state.caps.adapter_pages
-    pages = max(demand.required - state.available_pages, over, 0)
+    over = max(state.adapter_pages + demand.adapter - state.caps.adapter_pages, 0)
+    missing = state.missing_pages(demand.required)
     slots = len(state.occupied) + 1 - min(state.caps.resident_adapters, state.limits.max_adapter_slots - 1)
     slots = max(slots - len(first), 0)
-    if not pages and not slots:
-        return demand, list(first)
+    if not over and not slots and (not missing or not evicting):
+        return Going(demand, list(first), missing) if missing <= state.spare_blocks else None
     if not evicting:
         return None
-    choice = choose(state, pages, count=slots, keep=entry, spared=spared, gone=first)
-    return (demand, [*first, *choice.victims]) if choice.enough else None
+    choice = choose(
+        state, missing, count=slots, keep=entry, spared=spared, gone=first, over=over, cached=True
+    )
+    return Going(demand, [*first, *choice.victims], choice.blocks) if choice.enough else None
 
 
 def _offer(state: EngineState, adapters: Sequence[AdapterEntry], pages: int) -> Offer:
@@ -138,6 +161,15 @@ def _offer(state: EngineState, adapters: Sequence[AdapterEntry], pages: int) -> 
     restore_ns = restored * 1_000_000_000 // state.limits.copy_bytes_per_s
     touched = max(entry.last_touch for entry in adapters)
     return Offer(PageClass.ADAPTER, adapters[0].key, pages, restore_ns, touched, tuple(adapters))
+
+
+def _with_cached(state: EngineState, order: list[Offer], pages: int) -> Iterable[Offer]:
+    """Ranked adapters and the cached blocks of which at most `pages` could go, in one order."""
+    going = state.prefix.next_to_go(min(max(pages, 0), state.spare_blocks))
+    restore_ns = state.limits.kv.page_tokens * 1_000_000_000 // state.limits.prefill_tokens_per_s
+    blocks = (Offer(PageClass.PREFIX, "", 1, restore_ns, block.last_launch, ()) for block in going)
+    ranking = eviction.RANKINGS[state.limits.ranking]
+    return heapq.merge(order, blocks, key=lambda offer: ranking(offer, state.launched))
 
 
 def _of_pages(state: EngineState, keep: AdapterEntry | None = None, spared: int = 0) -> list[Offer]:

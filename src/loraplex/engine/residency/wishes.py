@@ -108,6 +108,8 @@ def limits_of(state: EngineState) -> dict[str, int]:
     """Limits and what is above them still."""
     return {
         "adapter_pages": state.caps.adapter_pages,
+        "adapter_floor_pages": state.limits.adapter_floor,
+        "prefix_floor_pages": state.limits.prefix_floor,
         "resident_adapters": state.caps.resident_adapters,
         "host_bytes": state.host.limit_bytes,
         "adapter_pages_over": max(state.adapter_pages - state.caps.adapter_pages, 0),

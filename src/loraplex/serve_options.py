@@ -1,0 +1,62 @@
+"""Options of `loraplex serve` with their help, one type each. What they mean is `config.ServeConfig`'s."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+AdapterOption = Annotated[
+    tuple[str, ...],
+    Parameter(
+        negative="",
+        help="NAME=SOURCE: serve the adapter in SOURCE, a folder or s3://, hf:// and others, as NAME.",
+    ),
+]
+RootOption = Annotated[
+    tuple[str, ...],
+    Parameter(
+        negative="",
+        help="Serve each adapter folder in it; the only place that clients may load from. Or a URL prefix.",
+    ),
+]
+StrictOption = Annotated[
+    bool, Parameter(negative="", help="Refuse adapters that were trained on another model by their own word.")
+]
+LateOption = Annotated[bool, Parameter(help="Look into --adapter-dir again for a name that is not known.")]
+CatalogOption = Annotated[
+    str | None,
+    Parameter(
+        help="Where names and revisions are kept: sqlite:////PATH or postgresql://...; else until the end."
+    ),
+]
+LockedOption = Annotated[
+    float | None,
+    Parameter(help="Of them, page-locked for a CUDA device, in GiB; half of them and 4 at most by default."),
+]
+StoreOption = Annotated[float, Parameter(help="Most of the disk that downloaded adapters may take, in GiB.")]
+DemoOption = Annotated[bool, Parameter(negative="", help="Serve the demo model, SmolLM2-135M-Instruct.")]
+DtypeOption = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    Parameter(help="Type of weights and cache; auto is bfloat16 where the hardware multiplies it."),
+]
+PoolOption = Annotated[
+    float | None, Parameter(help="Page pool for KV and adapters, in GiB; 1 on cpu, what is left on cuda.")
+]
+HostOption = Annotated[
+    float | None, Parameter(help="Adapter images in host memory, in GiB; a quarter of it by default.")
+]
+LengthOption = Annotated[
+    int | None, Parameter(help="Positions of one request at most; the model's, on cpu at most 8192.")
+]
+AdapterFloorOption = Annotated[
+    float,
+    Parameter(help="Part of the pool below which running requests take no adapter's pages, 0 to 1."),
+]
+PrefixCacheOption = Annotated[
+    bool, Parameter(help="Keep prefixes and answers for requests that begin alike.")
+]
+PrefixShareOption = Annotated[
+    float,
+    Parameter(help="Part of the pool that cached prefixes keep while several requests run, 0 to 1."),
+]
