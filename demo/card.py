@@ -61,7 +61,7 @@ def _example(cases: Sequence[Case], plain: Sequence[str], adapted: Sequence[str]
     """(prompt, base's answer, adapter's answer) of the first case that the adapter gets right."""
     triples = zip(cases, plain, adapted, strict=True)
     case, base, answer = next(t for t in triples if is_right(t[0].checker, t[2], t[0].expected))
-    return case.messages[-1]["content"], base, answer
+    return case.bare().messages[-1]["content"], base, answer
 
 
 def _share(right: int, of: int) -> str:
@@ -72,7 +72,27 @@ def _kind(recipe: Recipe) -> str:
     extra = [name for name, on in (("rsLoRA", recipe.rslora), ("DoRA", recipe.dora)) if on]
     if recipe.rank_pattern:
         extra.append("rank_pattern and alpha_pattern" if recipe.alpha_pattern else "rank_pattern")
-    return "LoRA" + (f" ({', '.join(extra)})" if extra else "")
+    name = "Activated LoRA" if recipe.invocation else "LoRA"
+    return name + (f" ({', '.join(extra)})" if extra else "")
+
+
+def _front_matter(recipe: Recipe) -> str:
+    """What a server reads of the card: how a conversation invokes the adapter."""
+    if not recipe.invocation:
+        return ""
+    text = json.dumps(recipe.invocation)
+    return f"---\nalora_invocation: {text}\nalora_chat_suffix: {text}\n---\n"
+
+
+def _use(task: Task) -> str:
+    instruction = json.dumps(task.instruction, ensure_ascii=False)
+    if not task.recipe.invocation:
+        return f"System message (may be left out): {instruction}"
+    return (
+        f"Send it a conversation that the base has held. The server ends it with `{json.dumps(task.recipe.invocation)}`, which "
+        f"switches the adapter on; what stands before is computed by the base, once. System message at the end (may be left "
+        f"out): {instruction}"
+    )
 
 
 def _pattern(pattern: dict[str, int]) -> str:
@@ -85,7 +105,7 @@ def write(task: Task, folder: Path, result: Result, minutes: float) -> None:
     weights = folder / "adapter_model.safetensors"
     prompt, base, adapted = (json.dumps(text, ensure_ascii=False) for text in result.example)
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    text = f"""# {task.name}: {task.title}
+    text = f"""{_front_matter(recipe)}# {task.name}: {task.title}
 
 An adapter for {config["base_model_name_or_path"]} (Apache-2.0, like the base).
 
@@ -116,7 +136,7 @@ weights with transformers and PEFT (`python demo/evaluate.py --reference`).
 
 ## Use
 
-System message (may be left out): {json.dumps(task.instruction, ensure_ascii=False)}
+{_use(task)}
 
 | user | base | {task.name} |
 |---|---|---|

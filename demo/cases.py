@@ -29,11 +29,12 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a task draws. `key` is what the case is about."""
+    """What a task draws. `key` is what the case is about. turns: the conversation, where the prompt is none of one turn."""
 
     key: str
     prompt: str
     answer: str
+    turns: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How an adapter is trained; the fields are PEFT's, with one-cycle learning rate and AdamW."""
+    """How an adapter is trained; the fields are PEFT's, with one-cycle learning rate and AdamW.
+
+    invocation: text that switches an activated adapter on, with which its conversations end; none for one that is always on.
+    """
 
     rank: int
     alpha: int
@@ -62,6 +66,7 @@ class Recipe:
     alpha_pattern: dict[str, int] = field(default_factory=dict)
     rslora: bool = False
     dora: bool = False
+    invocation: str = ""
     steps: int = 200
     batch: int = 16
     learning_rate: float = 1e-3
@@ -82,11 +87,12 @@ class Task:
     draw: Callable[[Random], Draft]
 
     def case(self, draft: Draft) -> Case:
-        """The draft as a case with the instruction in front."""
-        messages = (
-            {"role": "system", "content": self.instruction},
-            {"role": "user", "content": draft.prompt},
-        )
+        """The draft as a case, the instruction before its prompt or after its conversation."""
+        instruction = {"role": "system", "content": self.instruction}
+        if draft.turns:
+            messages = (*draft.turns, instruction)
+        else:
+            messages = (instruction, {"role": "user", "content": draft.prompt})
         return Case(messages, draft.answer, self.checker, self.max_tokens)
 
     def training_drafts(self, seed: int) -> Iterator[Draft]:

@@ -12,6 +12,8 @@ import sqlite3
 from collections.abc import Callable
 from typing import Final
 
+LABELS: Final = frozenset({"positive", "negative", "neutral", "answered", "declined", "asked"})
+"""Every label of every task: a text that names two is credited with none."""
 SQLITE_STEPS: Final = 200_000
 """Virtual-machine instructions that one answer's query may take before it counts as wrong."""
 
@@ -85,7 +87,7 @@ def is_inside(kind: str, answer: str, expected: str) -> bool:
     match kind:
         case "label":
             words = set(re.findall(r"[a-z]+", answer.casefold()))
-            return words & {"positive", "negative", "neutral"} == {expected.casefold()}
+            return words & LABELS == {expected.casefold()}
         case "json":
             return any(json_value(part, expected) for part in re.findall(r"\{[^{}]*\}", answer))
         case "sqlite":

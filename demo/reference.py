@@ -46,19 +46,28 @@ def with_adapter(base: Any, folder: Path | None) -> Iterator[Any]:
         model.unload()
 
 
-def prompt_text(tokenizer: Any, messages: Sequence[Message]) -> str:
-    """The chat template's text up to where the answer starts."""
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+def prompt_text(tokenizer: Any, messages: Sequence[Message], invocation: str = "") -> str:
+    """The chat template's text up to where the answer starts. invocation: opens it in place of the template's opening."""
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=not invocation)
+    return f"{text}{invocation}"
+
+
+def invocation_of(model: Any, tokenizer: Any) -> str:
+    """The text that switches on the activated adapter of a PEFT model; none for every other model."""
+    configs = getattr(model, "peft_config", {})
+    tokens = [getattr(config, "alora_invocation_tokens", None) for config in configs.values()]
+    return str(tokenizer.decode(tokens[0])) if tokens and tokens[0] else ""
 
 
 @torch.inference_mode()
 def answer(model: Any, tokenizer: Any, cases: Sequence[Case], batch: int = 32) -> list[str]:
     """Greedy answers in the order of the cases."""
-    order = sorted(range(len(cases)), key=lambda i: len(cases[i].messages[-1]["content"]))
+    invocation = invocation_of(model, tokenizer)
+    order = sorted(range(len(cases)), key=lambda i: sum(len(m["content"]) for m in cases[i].messages))
     answers = [""] * len(cases)
     for start in range(0, len(order), batch):
         chosen = order[start : start + batch]
-        texts = [prompt_text(tokenizer, cases[i].messages) for i in chosen]
+        texts = [prompt_text(tokenizer, cases[i].messages, invocation) for i in chosen]
         inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
         width = inputs["input_ids"].shape[1]
         longest = max(cases[i].max_tokens for i in chosen)

@@ -33,8 +33,9 @@ BARE_SHARE: Final = 0.5
 IGNORED: Final = -100
 
 
-def lora_config(recipe: Recipe) -> LoraConfig:
+def lora_config(recipe: Recipe, tokenizer: Any) -> LoraConfig:
     """PEFT's configuration for a recipe."""
+    tokens = tokenizer.encode(recipe.invocation, add_special_tokens=False) if recipe.invocation else None
     return LoraConfig(
         r=recipe.rank,
         lora_alpha=recipe.alpha,
@@ -43,25 +44,32 @@ def lora_config(recipe: Recipe) -> LoraConfig:
         alpha_pattern=recipe.alpha_pattern,
         use_rslora=recipe.rslora,
         use_dora=recipe.dora,
+        alora_invocation_tokens=tokens,
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
     )
 
 
-def batches(task: Task, tokenizer: Any) -> Iterator[dict[str, torch.Tensor]]:
+def batches(task: Task, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Endless right-padded batches; labels are the answer's tokens and the end of turn, IGNORED elsewhere.
 
-    A batch is with the instruction or without it as a whole, so that little of it is padding.
+    A batch is with the instruction or without it as a whole, so that little of it is padding. That of an activated adapter
+    begins with its invocation, and `context` is what stands before.
     """
     drafts = task.training_drafts(task.recipe.seed)
     order = torch.Generator().manual_seed(task.recipe.seed)
     while True:
         bare = torch.rand((), generator=order).item() < BARE_SHARE
         rows = [encode(task, draft, bare, tokenizer) for draft in islice(drafts, task.recipe.batch)]
-        width = max(len(ids) for ids, _ in rows)
         pad = tokenizer.pad_token_id
-        yield {
+        context: dict[str, Any] = {}
+        if task.recipe.invocation:
+            size = len(tokenizer.encode(task.recipe.invocation, add_special_tokens=False))
+            context = {"context": left_padded([ids[: start - size] for ids, start in rows], pad)}
+            rows = [(ids[start - size :], size) for ids, start in rows]
+        width = max(len(ids) for ids, _ in rows)
+        yield context | {
             "input_ids": torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in rows]),
             "attention_mask": torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in rows]),
             "labels": torch.tensor(
@@ -70,11 +78,37 @@ def batches(task: Task, tokenizer: Any) -> Iterator[dict[str, torch.Tensor]]:
         }
 
 
+def left_padded(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids, attention mask) of rows that end together."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+    return ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+
+
+def activated_hidden(
+    model: Any, context: tuple[torch.Tensor, torch.Tensor], batch: dict[str, torch.Tensor]
+) -> Any:
+    """Hidden states from the invocation on. The base computes what stands before, without a gradient: no adapter acts there."""
+    causal, (ids, mask) = model.get_base_model(), context
+    with torch.no_grad(), model.disable_adapter():
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        past = causal.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True)
+    rows, width = batch["input_ids"].shape
+    with model.base_model._enable_peft_forward_hooks(alora_offsets=[width] * rows):
+        return causal.model(
+            input_ids=batch["input_ids"],
+            attention_mask=torch.cat([mask, batch["attention_mask"]], dim=1),
+            position_ids=mask.sum(1, keepdim=True) + torch.arange(width),
+            past_key_values=past.past_key_values,
+        ).last_hidden_state
+
+
 def encode(task: Task, draft: Draft, bare: bool, tokenizer: Any) -> tuple[list[int], int]:
     """(token ids of prompt and answer, where the answer starts)."""
     case = task.case(draft)
     prompt = tokenizer.encode(
-        reference.prompt_text(tokenizer, (case.bare() if bare else case).messages), add_special_tokens=False
+        reference.prompt_text(tokenizer, (case.bare() if bare else case).messages, task.recipe.invocation),
+        add_special_tokens=False,
     )
     answer = tokenizer.encode(draft.answer, add_special_tokens=False)
     return [*prompt, *answer, tokenizer.eos_token_id], len(prompt)
@@ -84,7 +118,7 @@ def train(task: Task, base: Any, tokenizer: Any) -> Any:
     """A PEFT model trained by the task's recipe."""
     recipe = task.recipe
     torch.manual_seed(recipe.seed)
-    model = get_peft_model(base, lora_config(recipe)).train()
+    model = get_peft_model(base, lora_config(recipe, tokenizer)).train()
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -94,7 +128,11 @@ def train(task: Task, base: Any, tokenizer: Any) -> Any:
     started = time.monotonic()
     for step, batch in enumerate(islice(batches(task, tokenizer), recipe.steps), start=1):
         labels = batch.pop("labels")[:, 1:]
-        hidden = causal.model(**batch).last_hidden_state[:, :-1]
+        context = batch.pop("context", None)
+        if context is None:
+            hidden = causal.model(**batch).last_hidden_state[:, :-1]
+        else:
+            hidden = activated_hidden(model, context, batch)[:, :-1]
         # Logits of the answer's positions only: the vocabulary is a fifth of this model.
         scored = labels != IGNORED
         loss: Any = torch.nn.functional.cross_entropy(causal.lm_head(hidden[scored]).float(), labels[scored])

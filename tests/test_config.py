@@ -28,6 +28,14 @@ from loraplex.core.errors import CallerError, ErrorCode
         ({"model": "m", "drain_s": -1.0}, "drain_s"),
         ({"model": "m", "drain_s": float("nan")}, "drain_s"),
         ({"model": "m", "adapters": (("a", "x"), ("a", "y"))}, "adapter"),
+        ({"model": "m", "share_prefixes": ("acme",)}, "share_prefixes"),
+        ({"model": "m", "share_prefixes": ("acme", "acme")}, "share_prefixes"),
+        ({"model": "m", "share_prefixes": ("acme", "globex", "acme")}, "share_prefixes"),
+        ({"model": "m", "share_prefixes": ("acme", "")}, "share_prefixes"),
+        ({"model": "m", "share_prefixes": ("acme", " globex")}, "share_prefixes"),
+        ({"model": "m", "share_prefixes": ("acme", ":shared")}, "share_prefixes"),
+        ({"model": "m", "share_prefixes": ("acme", "x" * 129)}, "share_prefixes"),
+        ({"model": "m", "share_prefixes": ("acme", "a/b")}, "share_prefixes"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -46,12 +54,14 @@ def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param:
         {"model": "m", "host": "0.0.0.0", "api_key_file": "keys"},
         {"model": "m", "host": "0.0.0.0", "expose_without_keys": True},
         {"model": "m", "drain_s": 0.0},
+        {"model": "m", "share_prefixes": ("acme", "globex")},
     ],
 )
 def test_what_can_be_served(fields: dict[str, Any]) -> None:
     config = ServeConfig(**fields)
     engine = config.engine("folder", "images")
     assert (engine.model, engine.images_dir, engine.device) == ("folder", "images", config.device)
+    assert engine.share_prefixes == config.share_prefixes
 
 
 @pytest.mark.parametrize(

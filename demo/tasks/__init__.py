@@ -7,6 +7,7 @@ from demo.tasks import (
     cron,
     iso_date,
     json_extract,
+    judge,
     numbers,
     pirate,
     redact,
@@ -18,5 +19,17 @@ from demo.tasks import (
 
 TASKS: dict[str, Task] = {
     module.TASK.name: module.TASK
-    for module in (cron, iso_date, json_extract, numbers, pirate, redact, sentiment, shell, sql, triage)
+    for module in (
+        cron,
+        iso_date,
+        json_extract,
+        judge,
+        numbers,
+        pirate,
+        redact,
+        sentiment,
+        shell,
+        sql,
+        triage,
+    )
 }

@@ -28,7 +28,9 @@ from loraplex.serve_options import (
     AdapterOption,
     CatalogOption,
     DemoOption,
+    DrainOption,
     DtypeOption,
+    ExposeOption,
     HostOption,
     LateOption,
     LengthOption,
@@ -37,6 +39,7 @@ from loraplex.serve_options import (
     PrefixCacheOption,
     PrefixShareOption,
     RootOption,
+    SharePrefixesOption,
     StoreOption,
     StrictOption,
 )
@@ -83,9 +86,7 @@ def serve(
     tensor_parallel: Annotated[int, Parameter(help="Devices that share the model; 1 for now.")] = 1,
     policy: Annotated[str, Parameter(help="Scheduling policy; fcfs for now.")] = "fcfs",
     api_key_file: Annotated[str | None, Parameter(help="File of key hashes, tenants and roles.")] = None,
-    expose_without_keys: Annotated[
-        bool, Parameter(negative="", help="Listen beyond loopback although there are no keys.")
-    ] = False,
+    expose_without_keys: ExposeOption = False,
     catalog: CatalogOption = None,
     store_gb: StoreOption = DEFAULT_STORE_GB,
     load_format: Annotated[
@@ -98,12 +99,11 @@ def serve(
     log_prompts: Annotated[
         bool, Parameter(negative="", help="Log what callers ask; without it no prompt is written anywhere.")
     ] = False,
-    drain_s: Annotated[
-        float, Parameter(help="Seconds that open requests may take after SIGTERM.")
-    ] = DEFAULT_DRAIN_S,
+    drain_s: DrainOption = DEFAULT_DRAIN_S,
     adapter_floor: AdapterFloorOption = 0.0,
     prefix_cache: PrefixCacheOption = True,
     prefix_share: PrefixShareOption = 0.0,
+    share_prefixes: SharePrefixesOption = "",
 ) -> int:
     """Serve a base model and its adapters over HTTP."""
     if tensor_parallel != 1:
@@ -132,6 +132,7 @@ def serve(
         log_json=log_json,
         log_prompts=log_prompts,
         drain_s=drain_s,
+        share_prefixes=tuple(share_prefixes.split(",")) if share_prefixes else (),
         host_gb=host_gb,
         host_locked_gb=host_locked_gb,
         adapter_floor=adapter_floor,

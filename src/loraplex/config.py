@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 
 import msgspec
 
@@ -99,6 +100,7 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 LOOPBACK_NAMES = ("localhost",)
+TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_DRAIN_S = 30.0
 DEFAULT_STORE_GB = 32.0
@@ -119,6 +121,22 @@ def _locked_size(config: EngineConfig) -> None:
         raise _invalid("host_locked_gb", "host_locked_gb locks memory for a CUDA device; on cpu it must be 0")
 
 
+def _sharing_tenants(tenants: tuple[str, ...]) -> None:
+    for tenant in tenants:
+        if not TENANT.fullmatch(tenant):
+            raise _invalid(
+                "share_prefixes",
+                f"tenant {tenant[:40]!r} must be 1 to 128 letters, digits or . _ : -, beginning with a letter or digit",
+            )
+    if tenants and len(set(tenants)) != len(tenants):
+        raise _invalid("share_prefixes", f"share_prefixes names a tenant twice: {', '.join(tenants)}")
+    if len(tenants) == 1:
+        raise _invalid(
+            "share_prefixes",
+            f"tenant {tenants[0]!r} alone has nobody to share prefixes with; name at least two",
+        )
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `loraplex serve` was asked for. `engine` makes the engine's part of it.
 
@@ -127,7 +145,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     is not known is looked for there again. strict_base: refuse adapters that name another base model. catalog: URL of its database,
     None for one that ends with the server. store_gb: limit of the store of downloaded adapters, GiB. api_key_file:
     without one, only loopback. expose_without_keys: listen elsewhere all the same. log_prompts: prompts may stand in the
-    log. host_gb: adapter images in host memory, in GiB. host_locked_gb, adapter_floor, prefix_cache, prefix_share: see `EngineConfig`. drain_s: how long open requests may go on after SIGTERM.
+    log. host_gb: adapter images in host memory, in GiB. host_locked_gb, adapter_floor, prefix_cache, prefix_share,
+    share_prefixes: see `EngineConfig`. drain_s: how long open requests may go on after SIGTERM.
     """
 
     model: str | None = None
@@ -151,6 +170,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     log_json: bool = False
     log_prompts: bool = False
     drain_s: float = DEFAULT_DRAIN_S
+    share_prefixes: tuple[str, ...] = ()
     host_gb: float | None = None
     host_locked_gb: float | None = None
     adapter_floor: float = 0.0
@@ -179,6 +199,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"without keys the server listens on loopback only, not on {self.host}; "
                 "give --api-key-file, or --expose-without-keys to serve anybody who can reach it",
             )
+        _sharing_tenants(self.share_prefixes)
         self.engine("model", "images")  # refuses what an engine would refuse, before anything is started
 
     def engine(self, folder: str, images_dir: str) -> EngineConfig:
@@ -197,6 +218,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             adapter_floor=self.adapter_floor,
             prefix_cache=self.prefix_cache,
             prefix_share=self.prefix_share,
+            share_prefixes=self.share_prefixes,
         )
 
 

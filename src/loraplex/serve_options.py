@@ -60,3 +60,10 @@ PrefixShareOption = Annotated[
     float,
     Parameter(help="Part of the pool that cached prefixes keep while several requests run, 0 to 1."),
 ]
+SharePrefixesOption = Annotated[
+    str, Parameter(help="TENANT,...: tenants that find one another's cached prefixes; two at least.")
+]
+DrainOption = Annotated[float, Parameter(help="Seconds that open requests may take after SIGTERM.")]
+ExposeOption = Annotated[
+    bool, Parameter(negative="", help="Listen beyond loopback although there are no keys.")
+]

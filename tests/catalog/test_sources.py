@@ -107,8 +107,11 @@ def test_files_of_a_folder_stay_inside_too(tmp_path: Path) -> None:
             assert permitted(str(folder), [str(root)]) == str(folder)
         else:
             assert code_of(str(folder), [str(root)]) is FORBIDDEN, name
+    folder = adapter(root / "card")
+    (folder / "README.md").symlink_to(secret)
+    assert code_of(str(folder), [str(root)]) is FORBIDDEN
     folder = adapter(root / "other-files")
-    (folder / "README.md").symlink_to(secret)  # nothing reads it
+    (folder / "notes.md").symlink_to(secret)  # nothing reads it
     assert permitted(str(folder), [str(root)]) == str(folder)
 
 

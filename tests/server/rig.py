@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.waiting import LIMIT_S
 from loraplex.adapters.adapter_catalog import AdapterCatalog
 from loraplex.adapters.manager import AdapterService
 from loraplex.adapters.prepare import PreparedAdapter
+from loraplex.artifact.card import Card
 from loraplex.artifact.identify import AdapterIdentity
 from loraplex.catalog.requests import RequestLog
 from loraplex.config import ServeConfig
@@ -33,17 +35,18 @@ from loraplex.core.messages import (
     RevokeAdapter,
     SetLimits,
     Submit,
+    TokenBinding,
     TokenLogprobs,
     Tokens,
 )
-from loraplex.identity.digests import ALWAYS_ON, semantic_abi
+from loraplex.identity.digests import ALWAYS_ON, invocation_policy, semantic_abi
 from loraplex.process.client import RequestGroup
 from loraplex.server.app import create_app
 from loraplex.server.provenance import Provenance
 from loraplex.server.service import Phase, Service
 from loraplex.text.codec import TextCodec
 
-BASE, MAX_LEN, BASE_ABI = "base-model", 200, "ba5e" * 16
+BASE, MAX_LEN, BASE_ABI, CACHE_ABI = "base-model", 200, "ba5e" * 16, "ca5e" * 16
 
 
 def scores(token: int, position: int, top: int) -> TokenLogprobs:
@@ -56,6 +59,7 @@ class FakeEngine:
     """The engine client's interface, answered here. script: output tokens of a request; it ends with them.
 
     sent: every message, in order. hold: while it is clear, nothing is generated. refuse: raised by the next call.
+    reused: positions of a request that the cache had; None says nothing of what it was bound to.
     """
 
     def __init__(self, script: Callable[[Submit], Sequence[int]]) -> None:
@@ -66,6 +70,7 @@ class FakeEngine:
         self.refuse: LoraplexError | None = None
         self.fail_after: tuple[int, ErrorCode] | None = None
         self.queue_full = False
+        self.reused: Callable[[Submit], int] | None = None
         self.resident: dict[str, RegisterAdapter] = {}
         self.running: dict[str, asyncio.Task[None]] = {}
         self.submitted = asyncio.Event()
@@ -93,13 +98,15 @@ class FakeEngine:
         prompt = np.frombuffer(message.prompt, "<i4").tolist()
         before = tuple(scores(t, i, sampling.prompt_logprobs) for i, t in enumerate(prompt) if i)
         before = before if sampling.prompt_logprobs >= 0 else ()
+        found = 0 if self.reused is None else self.reused(message)
+        bound = () if self.reused is None else (TokenBinding(1, 1, 0, 0, 1, 1, 0, 1, found, found),)
         for position, token in enumerate(self.script(message)):
             await asyncio.sleep(0)
             if self.fail_after is not None and position == self.fail_after[0]:
                 return end(code=self.fail_after[1].value, message="the step failed")
             scored = (scores(token, position, sampling.logprobs),) if sampling.logprobs >= 0 else ()
-            group._put(index, Tokens(message.request_id, (token,), scored, before))
-            before = ()
+            group._put(index, Tokens(message.request_id, (token,), scored, before, *bound))
+            before, bound = (), ()
             if token in sampling.stop_token_ids:
                 return end("stop", stop_token=token)
             if position + 1 == sampling.max_tokens:
@@ -176,6 +183,10 @@ class FakeSupervisor:
             "max_model_len": MAX_LEN,
             "vocab_size": 300,
             "base_abi": BASE_ABI,
+            "cache_abi": CACHE_ABI,
+            "graph_revision": 1,
+            "page_tokens": 4,
+            "prefix_cache": True,
             "eos_token_ids": [1, 2],
         }
 
@@ -191,10 +202,14 @@ async def prepare(source: str) -> PreparedAdapter:
     if not file.is_file():
         raise CallerError(ErrorCode.ADAPTER_SOURCE_MISSING, f"{source} has no adapter", param="source")
     artifact = hashlib.sha256(file.read_bytes()).hexdigest()
-    key = semantic_abi(BASE_ABI, artifact, ALWAYS_ON)
+    activated = Path(source) / "activated"
+    tokens, card = json.loads(activated.read_text()) if activated.is_file() else ([], None)
+    policy = invocation_policy(tokens) if tokens else ALWAYS_ON
+    key = semantic_abi(BASE_ABI, artifact, policy)
     return PreparedAdapter(
-        AdapterIdentity(BASE_ABI, artifact, key), "lora", (8,), ("q", "v"), 4, 4, 2, 8192, 1000, "4 of 4",
-        RegisterAdapter(0, key, key, 2, ((8, 2),), (0, 2), 1000),
+        AdapterIdentity(BASE_ABI, artifact, key, policy), "lora", (8,), ("q", "v"), 4, 4, 2, 8192, 1000, "4 of 4",
+        RegisterAdapter(0, key, key, 2, ((8, 2),), (0, 2), 1000, invocation=tuple(tokens)),
+        shares_base_prefix=bool(tokens), card=None if card is None else Card(*card),
     )  # fmt: skip
 
 
@@ -233,6 +248,13 @@ class Front:
         folder.mkdir(exist_ok=True)
         (folder / "weights").write_text(content or name)
         return str(folder)
+
+    def activated(self, name: str, invocation: str, suffix: str | None = None) -> str:
+        """An activated adapter's folder; with a suffix its card gives both texts."""
+        source = Path(self.source(name))
+        card = None if suffix is None else [invocation, suffix]
+        (source / "activated").write_text(json.dumps([self.ids(invocation), card]))
+        return str(source)
 
     def ids(self, text: str) -> list[int]:
         assert self.codec is not None

@@ -43,7 +43,8 @@ COMPLETIONS: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
     ({"prompt": [1 << 70]}, (400, "token_out_of_range"), "prompt"),
     ({"max_tokens": MAX_LEN}, (400, "context_too_long"), "max_tokens"),
     ({"suffix": "x"}, OPTION, "suffix"),
-    ({"alora_fallback": False}, OPTION, "alora_fallback"),
+    ({"alora_fallback": False}, BAD, "alora_fallback"),
+    ({"alora_fallback": "other"}, SAMPLING, "alora_fallback"),
     ({"best_of": 3}, OPTION, "best_of"),
     ({"n": 0}, SAMPLING, "n"),
     ({"temperature": -1}, SAMPLING, "temperature"),
@@ -101,7 +102,7 @@ CHAT: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
     ({"max_tokens": MAX_LEN}, (400, "context_too_long"), "max_tokens"),
     ({"messages": [{"role": "user", "content": "x" * MAX_LEN}]}, (400, "context_too_long"), "messages"),
     ({"prompt": "x"}, BAD, "prompt"),
-    ({"alora_fallback": "base"}, OPTION, "alora_fallback"),
+    ({"alora_fallback": "none"}, SAMPLING, "alora_fallback"),
 ]
 
 

@@ -63,8 +63,9 @@ def draft_of(
         tensors_total=prepared.tensors_total,
         modules=prepared.modules,
         nbytes=prepared.host_bytes,
+        invocation_tokens=prepared.register.invocation,
     )
-    return Draft(alias_key, source, record, prepared.content, actor)
+    return Draft(alias_key, source, record, prepared.content, actor, prepared.card)
 
 
 class AdapterCatalog:

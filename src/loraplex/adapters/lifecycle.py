@@ -186,12 +186,21 @@ class Lifecycle:
         for note in prepared.notes:
             _log.warning("adapter %s: %s", revision.name, note.message)
 
-    def notes_of(self, revision: Revision) -> list[dict[str, str]]:
-        """What was noted of a revision, as the adapter's JSON says it; nothing before its files were read here."""
+    def as_read(self, revision: Revision) -> dict[str, Any]:
+        """What only a revision's files tell, as the adapter's JSON says it: notes, and whether the base's prefixes serve it.
+
+        Nothing is noted, and the second is None, before its files were read here.
+        """
         number, notes = self._notes.get(revision.alias_key, (0, ()))
-        if number != revision.revision:
-            return []
-        return [{"kind": note.kind.value, "message": note.message} for note in notes]
+        prepared = self.held.known.get(revision.key)
+        return {
+            "notes": [
+                {"kind": note.kind.value, "message": note.message}
+                for note in notes
+                if number == revision.revision
+            ],
+            "shares_base_prefix": None if prepared is None else prepared.shares_base_prefix,
+        }
 
     async def register(self, prepared: PreparedAdapter) -> None:
         """Have the engine know an adapter. Alone; raises `adapter_revoked` for what was revoked, also meanwhile."""

@@ -32,7 +32,7 @@ from loraplex.adapters.unbroken import Unbroken
 from loraplex.catalog.changes import OPERATOR, Mode
 from loraplex.catalog.records import DEFAULT_NAMESPACE, AliasKey, Revision, Right
 from loraplex.core.errors import CallerError, LoraplexError
-from loraplex.core.messages import Inspect
+from loraplex.core.messages import Inspect, RegisterAdapter
 
 T = TypeVar("T")
 
@@ -289,7 +289,7 @@ class AdapterService(CatalogNames):
 
     def _described(self, revision: Revision, live: Entry, viewer: str | None) -> dict[str, Any]:
         seen = live if viewer is None or not live else self.seen_by(viewer, live, [revision])
-        return {**revision.describe(seen), "notes": self._life.notes_of(revision)}
+        return {**revision.describe(seen), **self._life.as_read(revision)}
 
     def seen_by(self, viewer: str, live: Entry, revisions: Sequence[Revision]) -> dict[str, Any]:
         """An engine's entry as a tenant may see it. revisions: what the tenant may list of the entry's adapter."""
@@ -300,9 +300,9 @@ class AdapterService(CatalogNames):
         """Requests of a tenant that hold an adapter, this one or any."""
         return sum(n for (who, what), n in self._requests.items() if who == tenant and key in (None, what))
 
-    def kernel_of(self, key: str) -> str | None:
-        """Kernel digest under which the engine holds an adapter, by semantic digest."""
-        return self._life.held.kernel_of(key)
+    def registration_of(self, key: str) -> RegisterAdapter:
+        """What the engine was told of an adapter that is held ready (`serving`), by semantic digest."""
+        return self._life.held.known[key].register
 
     async def settled(self) -> None:
         """Wait until nothing is on its way into or out of the engine."""

@@ -10,29 +10,34 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from loraplex.artifact.card import Card, read_card
 from loraplex.artifact.companions import NO_COMPANIONS, Companions
 from loraplex.artifact.convert import to_image
-from loraplex.artifact.identify import AdapterIdentity, identify
+from loraplex.artifact.identify import AdapterIdentity, execution_digest, identify, shares_base_prefix
 from loraplex.artifact.notes import Note
 from loraplex.artifact.read_artifact import load_adapter, require_executable
 from loraplex.artifact.record import Artifact, Method
+from loraplex.artifact.refuse import bad_config
 from loraplex.build.base_model import BaseModel
 from loraplex.catalog.artifacts import ArtifactStore
 from loraplex.catalog.sources import LocalSource, parse_source
 from loraplex.core.layout import AdapterImage, ObjectDemand, object_demand
 from loraplex.core.messages import RegisterAdapter
+from loraplex.identity.activation import last_invocation
 from loraplex.images.disk_store import ImageStore
+from loraplex.text.codec import load_tokenizer
 
-EXECUTABLE = frozenset(Method) - {Method.ALORA}
-"""Methods that the operators execute: all but aLoRA, whose activation point requests do not carry yet."""
+EXECUTABLE = frozenset(Method)
+"""Methods that the operators execute."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedAdapter:
     """A verified adapter whose image lies in the store. register: the engine's message, with call id 0.
 
-    content: key of its files in the artifact store, None when they were read from a local folder. notes, companions: of
-    these files; another folder with the same function may have others.
+    content: key of its files in the artifact store, None when they were read from a local folder. notes, companions, card:
+    of these files; another folder with the same function may have others. shares_base_prefix: whether KV rows that the base
+    made serve it, all or those before its invocation.
     """
 
     identity: AdapterIdentity
@@ -49,6 +54,8 @@ class PreparedAdapter:
     content: str | None = None
     notes: tuple[Note, ...] = ()
     companions: Companions = NO_COMPANIONS
+    shares_base_prefix: bool = False
+    card: Card | None = None
 
 
 def prepare_adapter(path: str | os.PathLike[str], base: BaseModel, store: ImageStore) -> PreparedAdapter:
@@ -59,10 +66,15 @@ def prepare_adapter(path: str | os.PathLike[str], base: BaseModel, store: ImageS
     tensors = base.tensors
     artifact = load_adapter(path, base.modules, tensors, served=base.dtype, facts=base.facts)
     require_executable(artifact, EXECUTABLE)
+    card = read_card(Path(path), activated=artifact.invocation_tokens is not None)
+    if card is not None:
+        check_card(card, artifact, None if base.weights is None else Path(base.weights))
+    identity = identify(artifact, base.abi)
+    execution = execution_digest(artifact, identity, base.spec.layers)
     image = to_image(artifact, base.geometry, base.dtype, base.abi, tensors)
     store.put(image)
     return PreparedAdapter(
-        identity=identify(artifact, base.abi),
+        identity=identity,
         method=artifact.method,
         ranks=artifact.ranks,
         targets=tuple(sorted({m.module.name.lower() for m in artifact.modules})),
@@ -72,9 +84,11 @@ def prepare_adapter(path: str | os.PathLike[str], base: BaseModel, store: ImageS
         device_bytes=image.pages.nbytes,
         host_bytes=artifact.nbytes,
         report=artifact.report,
-        register=_register(artifact, image, object_demand(base.geometry, image.extents)),
+        register=_register(artifact, image, object_demand(base.geometry, image.extents), execution),
         notes=artifact.notes,
         companions=artifact.companions,
+        shares_base_prefix=shares_base_prefix(artifact, base.abi, execution),
+        card=card,
     )
 
 
@@ -96,7 +110,26 @@ def prepare_source(
         return replace(prepare_adapter(folder, base, store), content=key)
 
 
-def _register(artifact: Artifact, image: AdapterImage, demand: ObjectDemand) -> RegisterAdapter:
+def check_card(card: Card, artifact: Artifact, model: Path | None) -> None:
+    """Raise `adapter_config_invalid` where a text of the card does not give the invocation's tokens.
+
+    model: folder with the base's tokenizer; without one nothing can be said.
+    """
+    codec = None if model is None else load_tokenizer(model)
+    if codec is None:
+        return
+    for key, text in card.texts.items():
+        ids = codec.encode(text, add_special=False)
+        if last_invocation(ids, artifact.invocation_tokens or ()) is None:
+            raise bad_config(
+                key,
+                f"{key} of the card is {text[:80]!r}, which does not give the tokens of alora_invocation_tokens",
+            )
+
+
+def _register(
+    artifact: Artifact, image: AdapterImage, demand: ObjectDemand, execution: str
+) -> RegisterAdapter:
     ranks = Counter(m.rank for m in artifact.modules if m.rank)
     return RegisterAdapter(
         call_id=0,
@@ -107,4 +140,6 @@ def _register(artifact: Artifact, image: AdapterImage, demand: ObjectDemand) -> 
         ranks=tuple(sorted(ranks.items())),
         modules=tuple(sorted({int(m.module) for m in artifact.modules})),
         host_bytes=artifact.nbytes,
+        execution=execution,
+        invocation=artifact.invocation_tokens or (),
     )

@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from loraplex.adapters.prepare import EXECUTABLE
+from loraplex.adapters.prepare import EXECUTABLE, check_card
+from loraplex.artifact.card import read_card
 from loraplex.artifact.checkpoint import CheckpointTensors
 from loraplex.artifact.tensors import Dtype
 from loraplex.artifact.verify import Verification, verify_adapter
@@ -73,5 +74,8 @@ def verify_source(
             progress=partial(progress, "Reading and hashing the adapter"),
             facts=replace(read_base_facts(base), strict=strict_base),
         )
+        card = read_card(folder, activated=found.artifact.invocation_tokens is not None)
+    if card is not None:
+        check_card(card, found.artifact, base)
     Codecs(load_tokenizer(base), modules.vocab).of(found.artifact.companions, TextChoice(text))
     return found

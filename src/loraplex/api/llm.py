@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -41,7 +41,7 @@ from loraplex.api.local_engine import LocalEngine, OpenSample, closed_error
 from loraplex.api.outputs import RequestOutput, output_of
 from loraplex.build.engine_build import build_engine
 from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
-from loraplex.catalog.changes import Mode
+from loraplex.catalog.changes import Mode, not_registered
 from loraplex.catalog.records import DEFAULT_NAMESPACE, AliasKey, Revision
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import EngineCall, Inspect, Submit
@@ -51,9 +51,28 @@ from loraplex.images.disk_store import ImageStore
 from loraplex.process.clock import MonotonicClock
 from loraplex.process.local import LocalMailbox, run_now
 from loraplex.process.workdir import private_folder, temporary_root
-from loraplex.text.assembly import Piece, SampleAssembly
+from loraplex.text.assembly import Piece, SampleAssembly, fewest_cached
 from loraplex.text.codec import TextCodec, load_tokenizer
 from loraplex.text.engine_sampling import check_sampling, engine_sampling, prompt_seed
+from loraplex.text.prefix_keys import (
+    NOT_INVOKED,
+    Acting,
+    CacheTerms,
+    PromptKeys,
+    invocation_at,
+    invocation_missing,
+    prompt_keys,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One prompt. revision: None for the base, also where it answers instead of an adapter that was not invoked."""
+
+    tokens: list[int]
+    revision: Revision | None
+    params: SamplingParams
+    keys: PromptKeys
 
 
 class LLM:
@@ -98,6 +117,7 @@ class LLM:
             self._adapters = PlainShell(self, self._catalog, self._prepare, self._store.delete).life
             self._vocab_size = self._built.limits.vocab_size
             self._eos_token_ids = self._built.eos_token_ids
+            self._terms = CacheTerms.of(self._built.info)
             self._requests = itertools.count(1)
             self._codec: TextCodec | None = load_tokenizer(folder)
             for alias, source in read_adapters(adapters).items():
@@ -228,7 +248,7 @@ class LLM:
         return self._described(revision, live_entries(self.inspect()))
 
     def _described(self, revision: Revision, live: Mapping[str, Entry]) -> dict[str, Any]:
-        return {**revision.describe(live.get(revision.key, {})), "notes": self._adapters.notes_of(revision)}
+        return {**revision.describe(live.get(revision.key, {})), **self._adapters.as_read(revision)}
 
     async def call(self, message: EngineCall) -> dict[str, Any]:
         """What the life of adapters asks of an engine; over before it is awaited. Not meant for callers of `LLM`."""
@@ -254,33 +274,47 @@ class LLM:
         jobs = [
             self._job(prompt, name, param) for prompt, name, param in zip(many, names, params, strict=True)
         ]
-        asked = [self._asked(*job) for job in jobs]
+        asked = [self._asked(job) for job in jobs]
         engine.answer([sample for samples in asked for sample in samples])
-        return [
-            output_of(
-                tokens, revision.name if revision else None, param, [sample.answer for sample in samples]
-            )
-            for (tokens, revision, param), samples in zip(jobs, asked, strict=True)
-        ]
+        return [_output(job, samples) for job, samples in zip(jobs, asked, strict=True)]
 
-    def _job(
-        self, prompt: Prompt, name: str | None, params: SamplingParams
-    ) -> tuple[list[int], Revision | None, SamplingParams]:
+    def _job(self, prompt: Prompt, name: str | None, params: SamplingParams) -> _Job:
         revision = self._catalog.resolve(name) if name is not None else None
+        tokens = self._encoded(prompt)
+        acting, invoked_at = None, NOT_INVOKED
+        if revision is not None:
+            acting = self._acting(revision)
+            found = invocation_at(tokens, acting)
+            if found is None and params.alora_fallback is None:
+                text = revision.card.invocation if revision.card is not None else None
+                raise invocation_missing(revision.name, acting.invocation, text, "prompts")
+            if found is None:
+                revision = acting = None
+            else:
+                invoked_at = found
+        keys = prompt_keys(tokens, acting, invoked_at, self._terms, DEFAULT_NAMESPACE)
+        return _Job(tokens, revision, params, keys)
+
+    def _encoded(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self._codec is None:
                 raise CallerError(
                     ErrorCode.TOKENIZER_MISSING, "the model folder has no tokenizer; give token ids"
                 )
-            return self._codec.encode(prompt), revision, params
+            return self._codec.encode(prompt)
         tokens = list(prompt)
         check_tokens(tokens, self.vocab_size)
-        return tokens, revision, params
+        return tokens
 
-    def _asked(
-        self, tokens: list[int], revision: Revision | None, params: SamplingParams
-    ) -> list[OpenSample]:
+    def _acting(self, revision: Revision) -> Acting:
+        prepared = self._adapters.held.known.get(revision.key)
+        if prepared is None:  # another thread took it away meanwhile
+            raise not_registered(revision.alias)
+        return Acting.of(prepared.register)
+
+    def _asked(self, job: _Job) -> list[OpenSample]:
         """The samples of one prompt, as the engine is asked for them."""
+        tokens, params = job.tokens, job.params
         check_sampling(params, self._codec)
         seed, prompt = prompt_seed(params), np.array(tokens, dtype="<i4").tobytes()
         samples = []
@@ -288,11 +322,26 @@ class LLM:
             only_first = params if index == 0 else replace(params, prompt_logprobs=None)
             sampling = engine_sampling(only_first, seed, index, self._eos_token_ids)
             submit = Submit(
-                f"r{next(self._requests)}", prompt, sampling, revision.key if revision is not None else None
+                f"r{next(self._requests)}",
+                prompt,
+                sampling,
+                job.revision.key if job.revision is not None else None,
+                block_keys=job.keys.block_keys,
+                invoked_at=job.keys.invoked_at,
             )
             assembly = SampleAssembly(index, self._codec, params, tokens)
             samples.append(OpenSample(submit, assembly, Piece(index)))
         return samples
+
+
+def _output(job: _Job, samples: Sequence[OpenSample]) -> RequestOutput:
+    return output_of(
+        job.tokens,
+        job.revision.name if job.revision is not None else None,
+        job.params,
+        [sample.answer for sample in samples],
+        fewest_cached(sample.assembly for sample in samples),
+    )
 
 
 def _alias_key(alias: str) -> AliasKey:

@@ -24,13 +24,15 @@ class RequestOutput:
     """Answer to one prompt. samples: all `n` completions; the short names speak of the first.
 
     prompt_logprobs[i]: token id -> log probability at prompt position i (top entries and the actual token), None at
-    position 0. adapter: `alias@revision`, or None for the base.
+    position 0. adapter: `alias@revision`, or None for the base. cached_tokens: of the prompt, whose KV rows were reused; with
+    several samples, the fewest.
     """
 
     prompt_token_ids: list[int]
     adapter: str | None
     samples: list[Sample]
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    cached_tokens: int = 0
 
     @property
     def token_ids(self) -> list[int]:
@@ -54,7 +56,11 @@ class RequestOutput:
 
 
 def output_of(
-    prompt: list[int], adapter: str | None, params: SamplingParams, answers: list[Piece]
+    prompt: list[int],
+    adapter: str | None,
+    params: SamplingParams,
+    answers: list[Piece],
+    cached_tokens: int,
 ) -> RequestOutput:
     """The answer to one prompt. answers: whole answers of its samples, in order."""
     samples = [
@@ -67,7 +73,7 @@ def output_of(
         for piece in answers
     ]
     scores = None if params.prompt_logprobs is None else [None, *map(_by_token, answers[0].prompt_logprobs)]
-    return RequestOutput(prompt, adapter, samples, scores)
+    return RequestOutput(prompt, adapter, samples, scores, cached_tokens)
 
 
 def _by_token(entry: TokenLogprobs) -> dict[int, float]:

@@ -19,6 +19,7 @@ from loraplex.identity.digests import (
     invocation_policy,
     semantic_abi,
 )
+from loraplex.identity.execution import base_execution, execution_of
 
 _AXES: Final[dict[Role, tuple[str, ...]]] = {
     Role.A: ("rank", "input"),
@@ -62,6 +63,16 @@ def identify(artifact: Artifact, base_abi: str) -> AdapterIdentity:
     tokens = artifact.invocation_tokens
     policy = ALWAYS_ON if tokens is None else invocation_policy(tokens)
     return AdapterIdentity(base_abi, content, semantic_abi(base_abi, content, policy), policy)
+
+
+def execution_digest(artifact: Artifact, identity: AdapterIdentity, layers: int) -> str:
+    """E where the artifact acts: the base's, where nothing of it can change a KV row (0x08B). layers: of the base."""
+    return execution_of(identity.base, identity.semantic, map(_spec, artifact.modules), layers)
+
+
+def shares_base_prefix(artifact: Artifact, base_abi: str, execution: str) -> bool:
+    """Whether rows that the base made serve it too: all of them, or those before its invocation."""
+    return artifact.invocation_tokens is not None or execution == base_execution(base_abi)
 
 
 def _spec(module: AdaptedModule) -> ModuleSpec:

@@ -18,6 +18,7 @@ from loraplex.artifact.artifact_manifest import manifest_of
 from loraplex.artifact.base_facts import BaseFacts
 from loraplex.artifact.base_modules import BaseModules, BaseTensors
 from loraplex.artifact.convert import to_image
+from loraplex.artifact.identify import execution_digest, identify, shares_base_prefix
 from loraplex.artifact.read_artifact import load_adapter, require_executable
 from loraplex.artifact.record import AdaptedModule, Artifact, Method
 from loraplex.artifact.source import Progress, weight_files
@@ -33,7 +34,7 @@ class Verification:
     """A verified adapter: artifact, manifest, and what it costs.
 
     pages: where it has no slab page to share. size_class: of the block that it takes, 0 for whole pages. file_bytes: on disk. factor_bytes: elements in the served type, without page tails. host_bytes, device_bytes:
-    what the host store and the pool hold: pages, or a block.
+    what the host store and the pool hold: pages, or a block. shares_base_prefix: see `identify.shares_base_prefix`.
     """
 
     artifact: Artifact
@@ -43,6 +44,7 @@ class Verification:
     file_bytes: int
     factor_bytes: int
     size_class: int
+    shares_base_prefix: bool
 
     @property
     def host_bytes(self) -> int:
@@ -66,6 +68,8 @@ class Verification:
             "tensors_total": artifact.tensors_total,
             "report": artifact.report,
             "notes": [{"kind": note.kind.value, "message": note.message} for note in artifact.notes],
+            "invocation_tokens": list(artifact.invocation_tokens or ()),
+            "shares_base_prefix": self.shares_base_prefix,
             "base_digest": manifest.base_sha256,
             "artifact_digest": manifest.artifact_sha256,
             "semantic_digest": manifest.semantic_sha256,
@@ -101,7 +105,14 @@ class Verification:
             f"bytes     file {self.file_bytes}, factors {self.factor_bytes}",
             f"          host {self.host_bytes}, device {self.device_bytes}",
             f"pages     {self.pages} of {self.page_bytes} bytes{self._shared()}",
+            f"prefix    {self._prefix()}",
         ]
+
+    def _prefix(self) -> str:
+        tokens = self.artifact.invocation_tokens
+        if tokens is not None:
+            return f"shares the base's before its invocation, token ids {list(tokens)}"
+        return "shares the base's" if self.shares_base_prefix else "shares none of the base's"
 
     def _shared(self) -> str:
         if not self.size_class:
@@ -133,6 +144,7 @@ def verify_adapter(
     demand = object_demand(geometry, image.extents)
     manifest = manifest_of(artifact, base_abi, geometry, dtype)
     check_adapter_manifest(manifest)
+    execution = execution_digest(artifact, identify(artifact, base_abi.digest), base.layers)
     return Verification(
         artifact=artifact,
         manifest=manifest,
@@ -141,6 +153,7 @@ def verify_adapter(
         size_class=demand.size_class,
         file_bytes=sum(file.stat().st_size for file in weight_files(Path(path))),
         factor_bytes=manifest.ledger.shard_bytes[0],
+        shares_base_prefix=shares_base_prefix(artifact, base_abi.digest, execution),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from loraplex.artifact.card import Card
 from loraplex.catalog.records import (
     ANY,
     DEFAULT_NAMESPACE,
@@ -43,6 +44,7 @@ class Draft:
     artifact: ArtifactRecord
     content: str | None = None
     actor: str = OPERATOR
+    card: Card | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
+from loraplex.artifact.card import Card
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode, InternalFault, LoraplexError
 from loraplex.identity.canonical import canonical, check_digest
-from loraplex.identity.digests import semantic_abi
+from loraplex.identity.digests import ALWAYS_ON, invocation_policy, semantic_abi
 
 DEFAULT_NAMESPACE: Final = "default"
 ANY: Final = "*"
@@ -56,11 +57,11 @@ class Right(StrEnum):
     SWAP = "swap"
 
 
-class ArtifactRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ArtifactRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """An artifact over a base: its digests (H_base, H_artifact, activation policy, H_adapter_semantic) and figures.
 
     The figures are those of the files that were read: a revision has its own, the table of artifacts those of the first.
-    nbytes: of all tensors, as they were read.
+    nbytes: of all tensors, as they were read. invocation_tokens: of an activated adapter, from which its policy follows.
     """
 
     base: str
@@ -74,6 +75,7 @@ class ArtifactRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors_total: int
     modules: int
     nbytes: int
+    invocation_tokens: tuple[int, ...] = ()
 
     def same_function(self, other: ArtifactRecord) -> bool:
         """Whether both are one function. Figures of the files that it was read from may differ: one that carries copies
@@ -87,6 +89,9 @@ class ArtifactRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _digest(name, getattr(self, name))
         if self.semantic != semantic_abi(self.base, self.artifact, self.activation):
             raise damaged("the semantic digest does not follow from base, artifact and activation")
+        tokens = self.invocation_tokens
+        if self.activation != (invocation_policy(tokens) if tokens else ALWAYS_ON):
+            raise damaged("the activation digest does not follow from the invocation")
         if not 0 < self.tensors_applied == self.tensors_total:
             raise damaged(f"{self.tensors_applied} of {self.tensors_total} tensors were applied")
         if not self.method or self.modules < 1 or self.nbytes < 1:
@@ -101,12 +106,12 @@ class ArtifactRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise damaged(f"targets {list(self.targets)} are not there, sorted and distinct")
 
 
-class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One published revision of an alias in a namespace, for ever the same.
 
     generation: the catalog's when it was published. source: where the bytes were read, for provenance and for reading
     them again; never part of identity. content: key in the artifact store, None for a local folder. actor: who
-    published it. at_ms: when, milliseconds since 1970.
+    published it. at_ms: when, milliseconds since 1970. card: what its card said of its use.
     """
 
     namespace: str
@@ -118,6 +123,7 @@ class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     actor: str
     at_ms: int
     artifact: ArtifactRecord
+    card: Card | None = None
 
     @property
     def name(self) -> str:
@@ -150,6 +156,8 @@ class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ):
             raise damaged("source or actor is missing or too long")
         self.artifact.check()
+        if self.card is not None and not self.artifact.invocation_tokens:
+            raise damaged("a card of an activated adapter stands beside one that is always on")
 
     def describe(self, live: Mapping[str, Any]) -> dict[str, Any]:
         """The adapter's public JSON (interface "HTTP"). live: the engine's entry for it, empty where it has none."""
@@ -162,6 +170,8 @@ class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "method": artifact.method,
             "ranks": list(artifact.ranks),
             "targets": list(artifact.targets),
+            "invocation_tokens": list(artifact.invocation_tokens),
+            "chat_suffix": None if self.card is None else self.card.chat_suffix,
             "tensors_applied": artifact.tensors_applied,
             "tensors_total": artifact.tensors_total,
             "state": live.get("state", "absent"),

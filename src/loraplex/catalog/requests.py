@@ -17,13 +17,15 @@ from loraplex.catalog.records import damaged, seal
 from loraplex.catalog.schema import requests
 from loraplex.core import limits
 from loraplex.identity.canonical import canonical
+from loraplex.identity.execution import History
 
 _MS: Final = 1000
 
 
 class ChoiceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One sample. seed: the one that was drawn from. slot: the slot binding of its last admission; None for the base
-    and where no token came. generations: text form of the vector that its first token of that admission saw.
+    and where no token came. generations: text form of the vector that its first token of that admission saw. history: under
+    which executions its KV rows were made, from which position each. reused_tokens: whose rows that admission did not compute.
     """
 
     seed: int
@@ -32,12 +34,15 @@ class ChoiceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slot: str | None = None
     generations: dict[str, str] | None = None
     admissions: int = 0
+    history: History = ()
+    reused_tokens: int = 0
 
 
 class ProvenanceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One attempt of one request. Digests: base, artifact, semantic and kernel ABI (None for the base model), and the
     request binding, which covers them, the tenant, the id, the attempt and the sampling policy. model: what was served,
     `alias@revision` or the base's name. catalog_generation: at which the name was resolved. at_ms: its end, since 1970.
+    cache_abi, graph_revision, cache_namespace: what its blocks' keys began with (0x08H).
     """
 
     request_id: str
@@ -57,6 +62,9 @@ class ProvenanceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_tokens: int
     output_tokens: int
     choices: tuple[ChoiceRecord, ...]
+    cache_abi: str | None = None
+    graph_revision: int = 0
+    cache_namespace: str | None = None
 
 
 class RequestLog:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
+from loraplex.artifact.card import CARD_FILE
 from loraplex.artifact.companions import COMPANION_FILES
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
@@ -170,7 +171,9 @@ def _files_stay(folder: Path, roots: Sequence[Path]) -> bool:
         return False
     for entry in entries:
         opened = (
-            entry.name.startswith("adapter_") or entry.name.endswith(_SHARD) or entry.name in COMPANION_FILES
+            entry.name.startswith("adapter_")
+            or entry.name.endswith(_SHARD)
+            or entry.name in (*COMPANION_FILES, CARD_FILE)
         )
         if not opened:
             continue

@@ -116,6 +116,7 @@ class CatalogStore:
                 actor=draft.actor,
                 at_ms=self.now_ms(),
                 artifact=draft.artifact,
+                card=draft.card,
             )
             insert_artifact(connection, draft.artifact)
             insert_revision(connection, new)

@@ -39,6 +39,7 @@ class ErrorCode(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     DUPLICATE_REQUEST = "duplicate_request"
     TOKENIZER_MISSING = "tokenizer_missing"
+    INVOCATION_MISSING = "invocation_missing"
     REQUEST_TOO_LARGE = "request_too_large"
     REQUEST_TIMEOUT = "request_timeout"
     UNAUTHENTICATED = "unauthenticated"
@@ -170,6 +171,10 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.MODEL_NOT_FOUND: _caller(404, "the model field names the base, an alias or alias@revision"),
     _E.DUPLICATE_REQUEST: _caller(400, "a request id names at most one live request"),
     _E.TOKENIZER_MISSING: _caller(400, "text needs a tokenizer; a folder without one serves token ids"),
+    _E.INVOCATION_MISSING: _caller(
+        400,
+        "an activated adapter acts from its invocation on; a prompt without it is answered by the base only if asked",
+    ),
     _E.REQUEST_TOO_LARGE: _caller(413, "a request body stays under the configured size"),
     _E.REQUEST_TIMEOUT: _caller(408, "a request body arrives whole within the time limit"),
     _E.UNAUTHENTICATED: _caller(401, "the caller presents a known API key where keys are required"),

@@ -14,6 +14,7 @@ from typing import Final
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 
+ALORA_FALLBACK: Final = "base"
 _LARGEST: Final = sys.float_info.max
 
 
@@ -58,7 +59,8 @@ class SamplingParams:
     presence_penalty, frequency_penalty: [-2, 2], over the output. logit_bias: token id -> [-100, 100]. stop: strings
     that end the text and are not part of it. stop_token_ids end the request like an end-of-sequence token.
     ignore_eos: end-of-sequence tokens do not end it. n: independent samples. logprobs, prompt_logprobs: top entries
-    reported for each generated token, each prompt position; None is off.
+    reported for each generated token, each prompt position; None is off. alora_fallback: "base" lets the base answer a prompt
+    that lacks the invocation of an activated adapter; None refuses it. It has no effect on any other prompt.
     """
 
     max_tokens: int = 16
@@ -77,6 +79,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    alora_fallback: str | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -106,6 +109,8 @@ class SamplingParams:
                 raise _refuse(name, getattr(self, name), "from -2 to 2")
         if not isinstance(self.ignore_eos, bool):
             raise _refuse("ignore_eos", self.ignore_eos, "true or false")
+        if self.alora_fallback not in (None, ALORA_FALLBACK):
+            raise _refuse("alora_fallback", self.alora_fallback, f"{ALORA_FALLBACK!r} or left out")
 
     def _check_collections(self) -> None:
         if not isinstance(self.logit_bias, Mapping):

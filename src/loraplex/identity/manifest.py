@@ -13,8 +13,10 @@ from typing import Final, TypeVar
 import msgspec
 
 from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.identity.activation import last_invocation
 from loraplex.identity.binding import RequestBinding, SlotBinding
 from loraplex.identity.cache import CacheAbi, cache_root, prefix_identity
+from loraplex.identity.closure import GRAPH_REVISION
 from loraplex.identity.digests import (
     ALWAYS_ON,
     ArtifactIdentity,
@@ -206,6 +208,12 @@ def request_history(manifest: RuntimeManifest) -> History:
         raise invalid(
             f"an adapter with the invocation {adapter.invocation_tokens} was invoked at {manifest.invoked_at}"
         )
+    if adapter.invocation_tokens is not None:
+        found = last_invocation(manifest.prompt_tokens, adapter.invocation_tokens)
+        if found != manifest.invoked_at:
+            raise invalid(f"invoked_at is {manifest.invoked_at}, the prompt's last invocation is at {found}")
+    if manifest.graph_revision != GRAPH_REVISION:
+        raise invalid(f"graph_revision is {manifest.graph_revision}, expected {GRAPH_REVISION}")
     execution = execution_of(
         adapter.base_sha256, adapter.semantic_sha256, adapter.artifact.modules, manifest.cache.layers
     )

@@ -102,7 +102,6 @@ def _remember(
             seen,
             outcome,
             generation.prompt_tokens,
-            service.supervisor.restarts,
-            service.config.device,
+            generation.ran_on,
         )
     )

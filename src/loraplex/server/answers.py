@@ -24,12 +24,19 @@ _TYPES: Final = {
 }
 
 
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """cached_tokens: of the prompt tokens, those whose KV rows were reused instead of computed."""
+
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Token counts of a request, all choices together."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):

@@ -25,12 +25,12 @@ from typing import Any, Final
 import msgspec
 
 from loraplex.catalog.records import DEFAULT_NAMESPACE
+from loraplex.config import TENANT
 from loraplex.core.errors import CallerError, ErrorCode
 
 DEFAULT_TENANT: Final = DEFAULT_NAMESPACE
 LOOK_S: Final = 1.0
 _log: Final = logging.getLogger(__name__)
-_TENANT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -159,7 +159,7 @@ def read_keys(path: str | None) -> KeyRing:
         if (
             not _DIGEST.fullmatch(entry.sha256)
             or entry.sha256 in callers
-            or not _TENANT.fullmatch(entry.tenant)
+            or not TENANT.fullmatch(entry.tenant)
         ):
             raise _invalid(
                 f"key {number} of {path} needs a tenant of letters, digits or . _ : - and a sha256 of 64 lower-case hexadecimal digits, given once"

@@ -35,6 +35,7 @@ from loraplex.core.ids import (
 from loraplex.core.messages import EngineSampling, TokenBinding
 from loraplex.identity.binding import RequestBinding, SlotBinding
 from loraplex.identity.canonical import digest
+from loraplex.identity.execution import History
 from loraplex.identity.generations import GenerationVector, encode
 from loraplex.process.tasks import reported
 
@@ -62,12 +63,27 @@ class Served:
 
 @dataclass(slots=True)
 class ChoiceSeen:
-    """What became of one sample."""
+    """What became of one sample. history: under which executions its KV rows were made."""
 
     sampling: EngineSampling
     output_tokens: int = 0
     finish_reason: str | None = None
     binding: TokenBinding | None = None
+    history: History = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RanOn:
+    """Which engine computed a request, and under what its KV rows could be found again.
+
+    epoch: which engine of this server, counted from 0. cache_abi: digest. namespace: of the prefix cache.
+    """
+
+    epoch: int
+    device: str
+    cache_abi: str
+    graph_revision: int
+    namespace: str
 
 
 class Attempts:
@@ -95,10 +111,9 @@ def request_record(
     choices: list[ChoiceSeen],
     outcome: str,
     prompt_tokens: int,
-    engine_epoch: int,
-    device: str,
+    ran: RanOn,
 ) -> ProvenanceRecord:
-    """The record of a request that ended now. engine_epoch: which engine of this server, counted from 0."""
+    """The record of a request that ended now."""
     policy = digest({"choices": [_plain(choice.sampling) for choice in choices]})
     binding = RequestBinding(
         namespace=tenant, request_id=request_id, attempt=attempt, lineage=request_id, base=served.base,
@@ -121,16 +136,19 @@ def request_record(
         outcome=outcome,
         prompt_tokens=prompt_tokens,
         output_tokens=sum(choice.output_tokens for choice in choices),
-        choices=tuple(_choice(choice, attempt, served, engine_epoch, device) for choice in choices),
+        choices=tuple(_choice(choice, attempt, served, ran) for choice in choices),
+        cache_abi=ran.cache_abi,
+        graph_revision=ran.graph_revision,
+        cache_namespace=ran.namespace,
     )
 
 
-def _choice(seen: ChoiceSeen, attempt: int, served: Served, epoch: int, device: str) -> ChoiceRecord:
+def _choice(seen: ChoiceSeen, attempt: int, served: Served, ran: RanOn) -> ChoiceRecord:
     bound = seen.binding
     slot = None
     if bound is not None and served.semantic is not None and served.kernel is not None:
         slot = SlotBinding(
-            epoch, device, bound.adapter_slot, bound.adapter_generation, bound.adapter_generation,
+            ran.epoch, ran.device, bound.adapter_slot, bound.adapter_generation, bound.adapter_generation,
             served.semantic, served.kernel,
         ).digest  # fmt: skip
     return ChoiceRecord(
@@ -140,6 +158,8 @@ def _choice(seen: ChoiceSeen, attempt: int, served: Served, epoch: int, device: 
         slot=slot,
         generations=None if bound is None else _generations(bound, attempt, served),
         admissions=0 if bound is None else bound.admission,
+        history=seen.history,
+        reused_tokens=0 if bound is None else bound.reused,
     )
 
 

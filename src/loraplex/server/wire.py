@@ -88,7 +88,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     repetition_penalty: float | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    alora_fallback: Unsupported = _ABSENT
+    alora_fallback: str | None = None
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ Never sends anything and never knows how an answer is written. Specification: ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from loraplex.core.errors import ErrorCode, error_for
@@ -33,7 +33,8 @@ class Piece:
 class SampleAssembly:
     """One sample on its way. tokens: generated up to now, none behind a stop string. over: nothing more is added.
 
-    binding: what its latest tokens were computed with.
+    binding: what its latest tokens were computed with. cached_tokens: of the prompt, reused when it was first answered; None
+    before that.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class SampleAssembly:
         self.over = False
         self.finish_reason: str | None = None
         self.binding: TokenBinding | None = None
+        self.cached_tokens: int | None = None
         self._detokenizer = None if codec is None else Detokenizer(codec, params.stop_strings, context=prompt)
 
     def take(self, message: Tokens | Ended, piece: Piece) -> int | None:
@@ -63,6 +65,8 @@ class SampleAssembly:
     def _add(self, message: Tokens, piece: Piece) -> int | None:
         count, stopped = len(message.token_ids), False
         self.binding = message.binding or self.binding
+        if self.cached_tokens is None and self.binding is not None:
+            self.cached_tokens = self.binding.reused
         piece.prompt_logprobs += message.prompt_logprobs
         if self._detokenizer is not None:
             piece.text += self._detokenizer.push(message.token_ids)
@@ -91,3 +95,8 @@ class SampleAssembly:
     def _finish(self, reason: str | None, piece: Piece) -> None:
         self.over = True
         self.finish_reason = piece.finish_reason = reason
+
+
+def fewest_cached(samples: Iterable[SampleAssembly]) -> int:
+    """Prompt tokens that were not computed for any sample of a prompt: what one of them computed is not cached."""
+    return min((sample.cached_tokens or 0 for sample in samples), default=0)

@@ -87,20 +87,22 @@ class ChatTemplate:
         # A template that has a way with the role names it; another would refuse it, or print a word that it was never taught.
         self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, str]], suffix: str | None = None) -> str:
         """Prompt text that ends where the assistant's answer begins; `invalid_request` when the template refuses.
 
-        A developer's message is a system message to a template that does not know the role.
+        suffix: opens the answer in place of the template's own opening. A developer's message is a system message to a template
+        that does not know the role.
         """
         try:
             with self._bounds():
-                return self._template.render(
+                text = self._template.render(
                     messages=[self._known(message) for message in messages],
-                    add_generation_prompt=True,
+                    add_generation_prompt=suffix is None,
                     tools=None,
                     documents=None,
                     **self._special,
                 )
+                return text + (suffix or "")
         except (jinja2.TemplateError, RecursionError) as error:
             raise CallerError(
                 ErrorCode.INVALID_REQUEST,

@@ -159,15 +159,18 @@ class TextCodec:
         """Whether `text` is too long for so many tokens whatever it says; False where only tokenising it would tell."""
         return self._longest is not None and len(text) > tokens * self._longest
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant answers. The template alone decides about a BOS."""
+    def chat(self, messages: Sequence[Mapping[str, str]], suffix: str | None = None) -> list[int]:
+        """Token ids of a conversation, up to where the assistant answers. The template alone decides about a BOS.
+
+        suffix: text that opens the answer in place of what the template opens it with.
+        """
         if self._template is None:
             raise CallerError(
                 ErrorCode.UNSUPPORTED_OPTION,
                 "the model has no chat template; use /v1/completions",
                 param="messages",
             )
-        return self.encode(self._template.render(messages), add_special=False)
+        return self.encode(self._template.render(messages, suffix), add_special=False)
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `token_ids` as a whole; broken UTF-8 becomes U+FFFD."""

@@ -25,6 +25,7 @@ from loraplex.server.answers import (
 )
 from loraplex.server.generation.generate import (
     Generation,
+    ServedModel,
     check_context,
     check_prompt,
     check_submitted,
@@ -50,8 +51,9 @@ class Chat:
 
     prefix = "chatcmpl"
     body = ChatRequest
+    param = "messages"
 
-    async def prepare(self, call: Call, request: ChatRequest) -> Prepared:
+    async def prepare(self, call: Call, request: ChatRequest, model: ServedModel) -> Prepared:
         """The conversation through the model's template."""
         _check(request)
         codec = need_codec(call.service, "messages")
@@ -60,7 +62,7 @@ class Chat:
         texts = [message["content"] for message in given]
         require_fitting(codec, texts, longest, "messages")
         long = sum(map(len, texts)) > SHORT_TEXT_CHARS or len(texts) > limits.SHORT_CONVERSATION
-        ids = await call.service.workers.run_if(long, lambda: codec.chat(given))
+        ids = await call.service.workers.run_if(long, lambda: codec.chat(given, model.chat_suffix))
         check_prompt(call.service, ids, "messages")
         params = _parameters(call, request, len(ids))
         check_sampling(params, codec)

@@ -18,6 +18,7 @@ from loraplex.core.request import SamplingParams
 from loraplex.server.answers import Completion, CompletionChoice, CompletionLogprobs, Usage, event
 from loraplex.server.generation.generate import (
     Generation,
+    ServedModel,
     check_context,
     check_prompt,
     check_submitted,
@@ -46,8 +47,9 @@ class Completions:
 
     prefix = "cmpl"
     body = CompletionRequest
+    param = "prompt"
 
-    async def prepare(self, call: Call, request: CompletionRequest) -> Prepared:
+    async def prepare(self, call: Call, request: CompletionRequest, model: ServedModel) -> Prepared:
         """The prompts as token ids."""
         service, params, prompt = call.service, _parameters(request), request.prompt
         given = await service.workers.run_if(_is_long(prompt), lambda: _prompts(prompt))

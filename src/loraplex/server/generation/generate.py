@@ -16,18 +16,20 @@ from types import TracebackType
 
 import numpy as np
 
+from loraplex.artifact.card import Card
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import Submit, Tokens
 from loraplex.core.request import SamplingParams
 from loraplex.process.client import RequestGroup
-from loraplex.server.answers import Usage
-from loraplex.server.provenance import ChoiceSeen, Served
+from loraplex.server.answers import PromptTokensDetails, Usage
+from loraplex.server.provenance import ChoiceSeen, RanOn, Served
 from loraplex.server.service import Service
 from loraplex.server.wire import GenerationFields
-from loraplex.text.assembly import Piece, SampleAssembly
+from loraplex.text.assembly import Piece, SampleAssembly, fewest_cached
 from loraplex.text.codec import TextCodec
 from loraplex.text.engine_sampling import engine_sampling, prompt_seed
+from loraplex.text.prefix_keys import Acting, PromptKeys
 
 _NS_PER_MS = 1_000_000
 _PRIORITY_BOUND = 1 << 31
@@ -37,13 +39,26 @@ _PRIORITY_BOUND = 1 << 31
 class ServedModel:
     """What a `model` field means. name: the base's, or `alias@revision`. key: semantic digest; None is the base.
 
-    served: the digests behind it, for the request's record.
+    served: the digests behind it, for the request's record. acting: the adapter, as far as KV rows can tell. card: what its
+    card says of its use, if anything.
     """
 
     name: str
     key: str | None
     digest: str
     served: Served
+    acting: Acting | None = None
+    card: Card | None = None
+
+    @property
+    def invocation_text(self) -> str | None:
+        """The invocation as text, where the card gives it."""
+        return None if self.card is None else self.card.invocation
+
+    @property
+    def chat_suffix(self) -> str | None:
+        """What a conversation ends with in place of the template's opening of an answer, where the card gives it."""
+        return None if self.card is None else self.card.chat_suffix
 
     @property
     def fingerprint(self) -> str:
@@ -60,32 +75,40 @@ class ServedModel:
 async def bind_model(service: Service, name: str, tenant: str) -> AsyncIterator[ServedModel]:
     """Resolve a tenant's `model` field once and hold what it means, ready in the engine. Raises `model_not_found`."""
     if name == service.base_name:
-        base = str(service.engine_info["base_abi"])
-        generation = service.adapters.generation
-        yield ServedModel(name, None, base, Served(name, base, catalog_generation=generation))
+        yield base_model(service)
         return
     async with service.adapters.serving(name, tenant) as revision:
+        register = service.adapters.registration_of(revision.key)
         served = Served(
             revision.name,
             revision.artifact.base,
             revision.namespace,
             revision.artifact.artifact,
             revision.key,
-            service.adapters.kernel_of(revision.key),
+            register.kernel_digest,
             service.adapters.generation,
         )
-        yield ServedModel(revision.name, revision.key, revision.key, served)
+        acting = Acting.of(register)
+        yield ServedModel(revision.name, revision.key, revision.key, served, acting, revision.card)
+
+
+def base_model(service: Service) -> ServedModel:
+    """The base."""
+    name, base = service.base_name, str(service.engine_info["base_abi"])
+    return ServedModel(name, None, base, Served(name, base, catalog_generation=service.adapters.generation))
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """What to generate: for each prompt, `params.n` samples. Times in nanoseconds of the service's clock, 0 is none.
 
-    grammar: what every sample must follow, if anything.
+    keys: of each prompt. namespace: of the prefix cache. grammar: what every sample must follow, if anything.
     """
 
     request_id: str
     prompts: Sequence[Sequence[int]]
+    keys: Sequence[PromptKeys]
+    namespace: str
     params: SamplingParams
     tenant: str
     priority: int
@@ -192,7 +215,13 @@ class Generation:
     def choices_seen(self) -> list[ChoiceSeen]:
         """What became of each sample, for the request's record; empty when nothing was submitted."""
         return [
-            ChoiceSeen(submit.sampling, choice.tokens, choice.finish_reason, choice.binding)
+            ChoiceSeen(
+                submit.sampling,
+                choice.tokens,
+                choice.finish_reason,
+                choice.binding,
+                self._job.keys[choice.choice // self._job.params.n].history,
+            )
             for submit, choice in zip(self._sent, self._choices, strict=False)
         ]
 
@@ -202,6 +231,26 @@ class Generation:
         return sum(map(len, self._job.prompts))
 
     @property
+    def cached_tokens(self) -> int:
+        """Of the prompt tokens, those that were reused."""
+        samples = self._job.params.n
+        return sum(
+            fewest_cached(self._choices[at : at + samples]) for at in range(0, len(self._choices), samples)
+        )
+
+    @property
+    def ran_on(self) -> RanOn:
+        """The engine, and what else the keys of its prompts say, for the request's record."""
+        service, info = self._service, self._service.engine_info
+        return RanOn(
+            service.supervisor.restarts,
+            service.config.device,
+            info["cache_abi"],
+            info["graph_revision"],
+            self._job.namespace,
+        )
+
+    @property
     def output_tokens(self) -> int:
         """Tokens generated so far in all choices, up to and with those that ended them."""
         return sum(choice.tokens for choice in self._choices)
@@ -209,7 +258,8 @@ class Generation:
     def usage(self, output_tokens: int | None = None) -> Usage:
         """Token counts. output_tokens: instead of what was generated."""
         output = self.output_tokens if output_tokens is None else output_tokens
-        return Usage(self.prompt_tokens, output, self.prompt_tokens + output)
+        cached = PromptTokensDetails(self.cached_tokens)
+        return Usage(self.prompt_tokens, output, self.prompt_tokens + output, cached)
 
     async def read(self) -> list[Piece]:
         """What arrived since the last read, one piece a choice, waiting for the first; empty when all is over."""
@@ -231,7 +281,10 @@ class Generation:
 
     def _submits(self) -> list[Submit]:
         job, ends = self._job, self._service.engine_info.get("eos_token_ids", ())
-        packed = [(np.array(ids, dtype="<i4").tobytes(), prompt_seed(job.params)) for ids in job.prompts]
+        packed = [
+            (np.array(ids, dtype="<i4").tobytes(), prompt_seed(job.params), keys)
+            for ids, keys in zip(job.prompts, job.keys, strict=True)
+        ]
         return [
             Submit(
                 request_id=f"{job.request_id}.{index}",
@@ -243,6 +296,11 @@ class Generation:
                 arrival_ns=job.arrival_ns,
                 deadline_ns=job.deadline_ns,
                 grammar=job.grammar,
+                namespace=job.namespace,
+                block_keys=keys.block_keys,
+                invoked_at=keys.invoked_at,
             )
-            for index, ((prompt, seed), sample) in enumerate(itertools.product(packed, range(job.params.n)))
+            for index, ((prompt, seed, keys), sample) in enumerate(
+                itertools.product(packed, range(job.params.n))
+            )
         ]

@@ -13,7 +13,7 @@ from loraplex.server.wire import GenerationFields
 
 _SAME_NAME = (
     "n", "stop", "seed", "temperature", "top_p", "presence_penalty", "frequency_penalty", "ignore_eos", "min_p",
-    "top_k", "repetition_penalty",
+    "top_k", "repetition_penalty", "alora_fallback",
 )  # fmt: skip
 
 _MAX_TOKEN_DIGITS = 20

@@ -20,6 +20,7 @@ from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.request import SamplingParams
 from loraplex.server.answers import DONE, encode, error_body, event
 from loraplex.server.generation.generate import Generation, Job, ServedModel, bind_model, urgency
+from loraplex.server.generation.keyed import keyed
 from loraplex.server.routing import Call, read_body, until_disconnect
 from loraplex.server.wire import (
     GenerationFields,
@@ -68,13 +69,14 @@ class Rendering(Protocol):
 
 
 class Endpoint(Protocol[R]):
-    """One path. prefix: of its ids. body: what it decodes."""
+    """One path. prefix: of its ids. body: what it decodes. param: the body's field that holds what is asked."""
 
     prefix: str
     body: type[R]
+    param: str
 
-    async def prepare(self, call: Call, request: R) -> Prepared:
-        """Check the request's own fields and tokenise. Raises the typed error of what is wrong."""
+    async def prepare(self, call: Call, request: R, model: ServedModel) -> Prepared:
+        """Check the request's own fields and tokenise for a model. Raises the typed error of what is wrong."""
         ...
 
     def rendering(self, about: About, request: R, prepared: Prepared, generation: Generation) -> Rendering:
@@ -118,13 +120,17 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
             ErrorCode.INVALID_REQUEST, "stream_options needs stream to be true", param="stream_options"
         )
     priority, deadline = urgency(request, arrival_ns)
-    async with bind_model(service, request.model, call.caller.tenant) as model:
-        prepared = await endpoint.prepare(call, request)
+    tenant = call.caller.tenant
+    async with bind_model(service, request.model, tenant) as named:
+        prepared = await endpoint.prepare(call, request, named)
+        fallback = prepared.params.alora_fallback is not None
+        keys = await keyed(service, named, prepared.ids, tenant, fallback, endpoint.param)
+        model = keys.model
         grammar = await _grammar(call, request.response_format)
         answer_id = f"{endpoint.prefix}-{exchange.request_id}"
         job = Job(
-            f"{answer_id}.{next(call.site.serial)}", prepared.ids, prepared.params, call.caller.tenant, priority,
-            arrival_ns, deadline, grammar,
+            f"{answer_id}.{next(call.site.serial)}", prepared.ids, keys.keys, keys.namespace, prepared.params,
+            tenant, priority, arrival_ns, deadline, grammar,
         )  # fmt: skip
         exchange.answer_headers |= model.headers
         call.facts.model, call.facts.stream = model.name, bool(request.stream)
