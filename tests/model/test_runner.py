@@ -213,14 +213,19 @@ def test_requests_may_share_pages_that_both_only_read(model: Decoder) -> None:
     driver.step([(first, 11)])
     other = Request(1, prompt(8, 1) + prompt(4, 3), planned=8)
     driver.tables[1] = []
+    opened = open_rows([other])
     plan = driver.plan([(other, 4)], opens=[])
     shared = driver.tables[0][:2]
     plan = replace(
         plan,
-        opens=open_rows([other]),
+        opens=opened,
         page_deltas=page_rows([(1, i, p) for i, p in enumerate([*shared, int(driver.take(1)[0])])]),
     )
-    assert driver.run(plan).tokens.tolist() == greedy(other.prompt, 1)
+    elsewhere = changed(opened, 0, kv_start=4)
+    refused = driver.run(replace(plan, opens=elsewhere))
+    assert refused.error_message.startswith("stale_kv_frontier: ")
+    again = driver.run(replace(plan, generation=plan.generation + 1))
+    assert again.tokens.tolist() == greedy(other.prompt, 1)
 
 
 def test_a_failure_inside_a_step_leaves_the_mirrors_as_they_were(

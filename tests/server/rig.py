@@ -141,7 +141,15 @@ class FakeEngine:
 
     def figures(self) -> dict[str, Any]:
         return {
-            "pages": {"total": 9, "free": 5, "reserved": 0, "adapter": 2, "kv": 2, "page_bytes": 4096},
+            "pages": {
+                "total": 9,
+                "free": 5,
+                "reserved": 0,
+                "adapter": 2,
+                "kv": 2,
+                "prefix": 0,
+                "page_bytes": 4096,
+            },
             "slabs": {"free_bytes": 0, "reserved_bytes": 0, "owned_bytes": 0, "tail_bytes": 0},
             "requests": {"running": len(self.running), "waiting": 0, "live": len(self.running)},
             "limits": {

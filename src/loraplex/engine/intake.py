@@ -95,9 +95,10 @@ def submit(state: EngineState, message: Submit) -> None:
             f"{message.deadline_ns} was refused; prompts are int32 words and times are not negative",
         )
     prompt = np.frombuffer(message.prompt, dtype="<i4").astype(np.int32)
-    entry = _feasible(state, message, prompt)
+    entry = _well_formed(state, message, prompt)
     prefixes.check_invocation(message, prompt, entry)
     prefix = prefixes.begin(state, message, prompt, entry)
+    _require_feasible(state, entry, int(prompt.size) + message.sampling.max_tokens)
     if len(state.queue) >= state.limits.max_waiting:
         raise CapacityError(
             ErrorCode.QUEUE_FULL, f"{len(state.queue)} requests are waiting, the limit; try again later"
@@ -129,8 +130,8 @@ def submit(state: EngineState, message: Submit) -> None:
     )
 
 
-def _feasible(state: EngineState, message: Submit, prompt: I32) -> AdapterEntry | None:
-    """Whether the empty engine could serve the request (0x09B's first predicate); its adapter's entry."""
+def _well_formed(state: EngineState, message: Submit, prompt: I32) -> AdapterEntry | None:
+    """Whether any engine of these sizes could read the request; its adapter's entry."""
     limits = state.limits
     if message.request_id in state.records:
         raise CallerError(ErrorCode.DUPLICATE_REQUEST, f"request id {message.request_id!r} is already in use")
@@ -175,11 +176,15 @@ def _feasible(state: EngineState, message: Submit, prompt: I32) -> AdapterEntry 
                 f"adapter {message.adapter[:12]} is not registered",
                 param="model",
             )
-    kv_pages = limits.kv.pages_for(total)
+    return entry
+
+
+def _require_feasible(state: EngineState, entry: AdapterEntry | None, total: int) -> None:
+    """Raise unless the empty engine could serve `total` positions with this adapter (0x09B's first predicate)."""
+    kv_pages = state.limits.kv.pages_for(total)
     # A small adapter counts a page here: in the empty pool there is no slab to share.
     refusal = feasibility.too_large(
         state, kv_pages + (entry.page_count if entry is not None else 0)
     ) or feasibility.impossible(state, entry, kv_pages)
     if refusal is not None:
         raise refusal
-    return entry

@@ -76,7 +76,7 @@ class Metrics:
         if figures is not None:
             for state in ("running", "waiting"):
                 self._engine_requests.labels(state).set(figures["requests"][state])
-            for state in ("free", "reserved", "adapter", "kv"):
+            for state in ("free", "reserved", "adapter", "kv", "prefix"):
                 self._pages.labels(state).set(figures["pages"][state])
             self._page_bytes.set(figures["pages"]["page_bytes"])
             for state in ("free", "reserved", "owned", "tail"):
