@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.layout import KvShape
 from loraplex.core.plan_check import PlanBounds
 from loraplex.memory.eviction import RANKINGS
+from loraplex.schedule.select import MixedBound
+
+UNBOUNDED: Final = MixedBound(1 << 30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +20,7 @@ class EngineLimits:
     """Sizes that the control plane plans with.
 
     num_pages: pages of the pool, the null page included. max_model_len: positions of one request. token_budget: rows of
-    one iteration. prefill_beside_decode: of them, prefill rows of an iteration that also decodes. depth: plans launched ahead of the newest commit, 0 or 1. copies_on_compute_stream: adapter copies
+    one iteration. mixed: of them, prefill rows of an iteration that also decodes. depth: plans launched ahead of the newest commit, 0 or 1. copies_on_compute_stream: adapter copies
     are ordered with compute, so that a freed page may be overwritten at once. scrub: freed pages are filled with 0xFF
     (tests). vocab_size: ids the model knows. host_bytes: host images together, None for no bound. adapter_pages: pages
     that adapters may take, None for all; both change at run time. adapter_floor: pages of adapters that KV pressure
@@ -30,8 +34,8 @@ class EngineLimits:
     max_requests: int
     max_model_len: int
     token_budget: int
-    prefill_beside_decode: int = 1 << 30
     vocab_size: int
+    mixed: MixedBound = UNBOUNDED
     depth: int = 1
     max_adapter_slots: int = 1025
     max_waiting: int = limits.MAX_WAITING_REQUESTS
@@ -51,7 +55,7 @@ class EngineLimits:
         if self.depth not in (0, 1):
             raise CallerError(ErrorCode.CONFIG_INVALID, f"pipeline depth must be 0 or 1, got {self.depth}")
         for name in (
-            "max_requests", "max_model_len", "token_budget", "prefill_beside_decode", "vocab_size", "max_adapter_slots", "copies_in_flight",
+            "max_requests", "max_model_len", "token_budget", "vocab_size", "max_adapter_slots", "copies_in_flight",
             "copy_starts",
         ):  # fmt: skip
             if getattr(self, name) < 1:
