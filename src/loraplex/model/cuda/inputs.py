@@ -122,11 +122,15 @@ class StepInputs:
         if self._stale:
             self._refresh(plan.requests.slot, tables)
 
-    def unpack(self, requests: int) -> None:
-        """Fill tokens, positions, pages and indices; `requests` programs, a decode bucket's padding included."""
+    def unpack(self, requests: int, *, decode_first: bool = False) -> None:
+        """Fill tokens, positions, pages and indices; `requests` programs, a decode bucket's padding included.
+
+        decode_first: decode rows before prefill rows, unlike the plan; padding is `pad`'s then.
+        """
         kernels.unpack_kernel[(requests,)](
             self.words, self.tables, self.sampled, self.kv_indptr, self.tokens, self.positions, self.pages,
-            self.indices, self.bounds.max_pages_per_request, PAGE_TOKENS=self.page_tokens, BLOCK=ROW_BLOCK,
+            self.indices, self.bounds.max_pages_per_request, PAGE_TOKENS=self.page_tokens,
+            DECODE_FIRST=decode_first, BLOCK=ROW_BLOCK,
         )  # fmt: skip
 
     def pad(self, rows: int) -> None:
