@@ -17,6 +17,7 @@ from demo.tasks.pirate import pirate
 from peft import LoraConfig, PeftConfig
 from safetensors import safe_open
 
+from loraplex.artifact.card import Card, read_card
 from loraplex.model.gguf import DEMO_BASE_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,7 +165,8 @@ def test_every_task_has_an_adapter_and_the_demo_keeps_its_variety() -> None:
     assert any(recipe.rank_pattern and recipe.alpha_pattern for recipe in recipes)
     assert any(recipe.rslora for recipe in recipes)
     assert any(recipe.dora for recipe in recipes)
-    assert sum(f.stat().st_size for f in ADAPTERS.rglob("*") if f.is_file()) < 40_000_000
+    assert any(recipe.invocation for recipe in recipes)
+    assert sum(f.stat().st_size for f in ADAPTERS.rglob("*") if f.is_file()) < 4_000_000 * len(FOLDERS)
 
 
 @pytest.mark.parametrize("name", sorted(FOLDERS))
@@ -197,7 +199,9 @@ def test_heldout_file_is_what_the_generator_draws(name: str) -> None:
     assert len(cases) == HELDOUT_CASES
     assert {case.checker for case in cases} == {task.checker}
     assert all(is_right(case.checker, case.expected, case.expected) for case in cases)
-    assert [m["role"] for m in cases[0].bare().messages] == ["user"]
+    asked = "assistant" if task.recipe.invocation else "user"  # an activated adapter follows a conversation
+    assert all(case.bare().messages[-1]["role"] == asked for case in cases)
+    assert "system" not in {message["role"] for message in cases[0].bare().messages}
     if name in NEEDS_PACKAGE:
         pytest.importorskip(NEEDS_PACKAGE[name])
     assert cases == [task.case(draft) for draft in task.heldout_drafts()]
@@ -216,3 +220,14 @@ def test_model_card_states_what_it_must(name: str) -> None:
         json.dumps(TASKS[name].instruction, ensure_ascii=False),
     ):
         assert stated in card, stated
+
+
+def test_an_activated_adapter_is_invoked_as_its_card_says() -> None:
+    activated = {name: task for name, task in TASKS.items() if task.recipe.invocation}
+    assert activated
+    for name, task in activated.items():
+        card = read_card(FOLDERS[name], activated=True)
+        assert card == Card(task.recipe.invocation, task.recipe.invocation)
+        assert PeftConfig.from_pretrained(FOLDERS[name]).alora_invocation_tokens
+        for folder in FOLDERS.values():
+            assert (read_card(folder, activated=True) is None) is (folder.name not in activated)

@@ -63,6 +63,7 @@ _DEVICE = threading.Event()
 
 INFO = {
     "base_abi": "ab" * 32, "dtype": "float32", "vocab_size": VOCAB, "eos_token_ids": [2], "page_tokens": 16,
+    "cache_abi": "cd" * 32, "graph_revision": 1, "prefix_cache": False,
     "notes": ["an engine of the tests"],
 }  # fmt: skip
 

@@ -134,6 +134,7 @@ def build_fountain(config: EngineConfig, mailbox: Mailbox, clock: Clock, events:
     """A `Fountain`."""
     info = {
         "base_abi": "ab" * 32, "dtype": "float32", "vocab_size": VOCAB, "eos_token_ids": [2], "page_tokens": 16,
+        "cache_abi": "cd" * 32, "graph_revision": 1, "prefix_cache": False,
         "max_model_len": 1 << 20, "notes": [],
     }  # fmt: skip
     steps = float(os.environ.get(STEPS, "0"))
