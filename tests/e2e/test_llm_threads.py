@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.judge import NAMES, check_greedy, open_llm, prompt
+from tests.e2e.judge import NAMES, check_greedy, open_llm
+from tests.prompts import prompt
 from tests.waiting import LIMIT_S
 
 from loraplex import LLM, SamplingParams

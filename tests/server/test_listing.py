@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from tests.server.rig import Front, error_of, run
 
+from loraplex.adapters.preparation import require_own_base
 from loraplex.adapters.prepare import PreparedAdapter
 from loraplex.artifact.notes import Note, NoteKind
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import Inspect
-from loraplex.server.administration.register import require_own_base
 
 KEYS = {"operator": ("default", "admin"), "acme": ("acme", "admin"), "globex": ("globex", "admin")}
 
