@@ -308,6 +308,7 @@ def engine_limits(config: EngineConfig, base: BaseModel, pool_bytes: int | None 
         max_requests=config.max_requests,
         max_model_len=length,
         token_budget=max(budget, config.max_requests),
+        prefill_beside_decode=budget if on_cpu else limits.PREFILL_BESIDE_DECODE_CUDA,
         vocab_size=base.spec.vocab_size,
         depth=config.pipeline_depth,
         scrub=config.scrub,

@@ -108,6 +108,8 @@ MAX_BLOCKS_GIVEN_UP_AHEAD: Final = 256
 # Scheduling
 TOKEN_BUDGET_CPU: Final = 512
 TOKEN_BUDGET_CUDA: Final = 8192
+PREFILL_BESIDE_DECODE_CUDA: Final = 512
+"""Prefill rows of a step that also decodes: what the time between two tokens may grow by."""
 GROWTH_HORIZON_TOKENS: Final = 64
 MAX_WAITING_REQUESTS: Final = 8192
 

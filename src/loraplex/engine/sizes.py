@@ -17,7 +17,7 @@ class EngineLimits:
     """Sizes that the control plane plans with.
 
     num_pages: pages of the pool, the null page included. max_model_len: positions of one request. token_budget: rows of
-    one iteration. depth: plans launched ahead of the newest commit, 0 or 1. copies_on_compute_stream: adapter copies
+    one iteration. prefill_beside_decode: of them, prefill rows of an iteration that also decodes. depth: plans launched ahead of the newest commit, 0 or 1. copies_on_compute_stream: adapter copies
     are ordered with compute, so that a freed page may be overwritten at once. scrub: freed pages are filled with 0xFF
     (tests). vocab_size: ids the model knows. host_bytes: host images together, None for no bound. adapter_pages: pages
     that adapters may take, None for all; both change at run time. adapter_floor: pages of adapters that KV pressure
@@ -33,6 +33,7 @@ class EngineLimits:
     max_requests: int
     max_model_len: int
     token_budget: int
+    prefill_beside_decode: int = 1 << 30
     vocab_size: int
     depth: int = 1
     max_adapter_slots: int = 1025

@@ -88,7 +88,9 @@ class Engine:
         loads.pump(state)
 
     def _reserve(self) -> Selection:
-        selection = select_rows(self.state.table, self.state.limits.token_budget)
+        selection = select_rows(
+            self.state.table, self.state.limits.token_budget, self.state.limits.prefill_beside_decode
+        )
         return growth.grow(self.state, selection)
 
     def _plan(self, selection: Selection) -> Flight | None:

@@ -82,13 +82,14 @@ class TritonState:
             tuning=None if self.tunings is None else self.tunings[phase],
         )  # fmt: skip
 
-    def plan(self, plan: BatchPlan) -> tuple[Phase, ...]:
+    def plan(self, plan: BatchPlan, *, decode_first: bool = False) -> tuple[Phase, ...]:
         """Follow the table, send and fill the work lists of a plan; the phases that have adapter rows.
 
-        The list of a phase without any is emptied, so that captured launches over it add nothing. Does nothing where the last plan had the same rows and adapters, as most decode steps have.
+        decode_first: decode rows lie before prefill rows, unlike in the plan. The list of a phase without any is emptied, so that captured launches over it add nothing. Does nothing where the last plan had the same rows and adapters, as most decode steps have.
         """
         groups = (plan.group_rows, plan.group_offsets, plan.group_adapters)
-        key = (self.table.revision, plan.doff, *(part.tobytes() for part in groups))
+        shifts = {Phase.PREFILL: plan.decodes, Phase.DECODE: -plan.doff} if decode_first else {}
+        key = (self.table.revision, plan.doff, decode_first, *(part.tobytes() for part in groups))
         if key == self._key:
             return self._active
         self._key = ()
@@ -104,7 +105,13 @@ class TritonState:
             step = self.steps[phase]
             step.prepare(
                 worklist.build(
-                    rows, plan.group_offsets, plan.group_adapters, plan.doff, self.mirror.max_ranks, step.room
+                    rows,
+                    plan.group_offsets,
+                    plan.group_adapters,
+                    plan.doff,
+                    self.mirror.max_ranks,
+                    step.room,
+                    shifts.get(phase, 0),
                 )
             )
             self._filled[phase] = True

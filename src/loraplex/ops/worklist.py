@@ -103,14 +103,17 @@ def split_rows(
     return owner[first].astype(np.int32), bounds, rows
 
 
-def build(rows: I32, offsets: I32, slots: I32, doff: int, max_ranks: I32, room: Capacity) -> WorkList:
+def build(
+    rows: I32, offsets: I32, slots: I32, doff: int, max_ranks: I32, room: Capacity, shift: int = 0
+) -> WorkList:
     """The work list of one phase of a plan.
 
     rows, offsets, slots, doff: the plan's adapter groups. max_ranks: int32 [slots, 7], the largest rank of a module
-    over the layers. Raises `operator_plan_unsupported` where the device buffers have no room, `plan_groups` for a row
+    over the layers. shift: how far behind its place in the plan a row lies. Raises `operator_plan_unsupported` where the device buffers have no room, `plan_groups` for a row
     or slot out of range.
     """
     owner, bounds, kept = split_rows(rows, offsets, slots, doff, room.phase, room.block_rows)
+    kept = kept + np.int32(shift)
     if owner.size and (owner.min() < 1 or owner.max() >= len(max_ranks)):
         raise _refuse(
             ErrorCode.PLAN_GROUPS, f"adapter slots must be 1 to {len(max_ranks) - 1}, got {owner.tolist()}"

@@ -33,8 +33,11 @@ class Selection:
         return Selection(self.slots[mask], self.rows[mask], self.decode[mask], self.samples[mask])
 
 
-def select_rows(table: RunningTable, token_budget: int) -> Selection:
-    """Choose rows for the next iteration. token_budget: rows at most, >= 1."""
+def select_rows(table: RunningTable, token_budget: int, prefill_beside_decode: int) -> Selection:
+    """Choose rows for the next iteration. token_budget: rows at most, >= 1.
+
+    prefill_beside_decode: prefill rows at most where anything decodes, >= 1: they are what its next token waits for.
+    """
     slots = table.runnable()
     remaining = table.remaining(slots)
     decode = table.decoding(slots)
@@ -46,6 +49,8 @@ def select_rows(table: RunningTable, token_budget: int) -> Selection:
         kept = np.cumsum(rows) <= token_budget
         rows = np.where(kept, rows, 0).astype(np.int32)
         budget = 0
+    elif rows.any():
+        budget = min(budget, prefill_beside_decode)
     wanted = np.where(decode, 0, remaining)
     before = table.invoked[slots] - table.planned[slots]
     wanted = np.where(before > 0, np.minimum(wanted, before), wanted)

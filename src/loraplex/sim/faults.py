@@ -169,6 +169,7 @@ def draw_setup(
         max_requests=rng.randint(2, 8),
         max_model_len=max_model_len,
         token_budget=rng.choice([1, 3, 8, 16, 32]),
+        prefill_beside_decode=1 + seed % 7,
         vocab_size=VOCAB,
         depth=drawn_depth if depth is None else depth,
         max_adapter_slots=rng.choice([3, 5, 16]),

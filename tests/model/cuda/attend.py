@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from loraplex.core.packed import I32
 from loraplex.core.plan import BatchPlan
 from loraplex.model.cuda.inputs import KvLengths, StepInputs
 from loraplex.model.cuda.rope_append import RopeAppend
@@ -18,11 +19,11 @@ class PlainAttention:
     def __init__(self, rope: RopeAppend, inputs: StepInputs) -> None:
         self.rope, self.inputs = rope, inputs
 
-    def append(self, layer: int, q: torch.Tensor) -> None:
-        self.rope.run(layer, q)
-
     def bucket(self, size: int) -> PlainBatch:
         return PlainBatch(self, [1] * size)
+
+    def mixed_bucket(self, rows: int, prefills: int) -> PlainMixedBucket:
+        return PlainMixedBucket(self, prefills)
 
     def mixed(self, plan: BatchPlan, lengths: KvLengths) -> PlainBatch:
         return self.mixed_on("plain", plan, lengths)
@@ -43,15 +44,11 @@ class PlainBatch:
         self.lengths = lengths
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self.owner.append(layer, q)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.attend(layer, q, out)
-        return out
-
-    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        self.owner.rope.run(layer, q)
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         keys, values = self.owner.rope.layer(layer)
         begin = 0
-        for request, rows in enumerate(self.rows):
+        for request, rows in self.order():
             lo, hi = self.lengths.indptr[request : request + 2].tolist()
             total = int(self.lengths.totals[request])
             pages = self.owner.inputs.indices[lo:hi].long()
@@ -63,3 +60,27 @@ class PlainBatch:
             result = F.scaled_dot_product_attention(own_q, own_k, own_v, attn_mask=mask, enable_gqa=True)
             out[begin : begin + rows] = result[0].transpose(0, 1)
             begin += rows
+        return out
+
+    def order(self) -> list[tuple[int, int]]:
+        """Request in the plan's order and its rows, as they lie in memory."""
+        return list(enumerate(self.rows))
+
+
+class PlainMixedBucket(PlainBatch):
+    """Decode rows first."""
+
+    def __init__(self, owner: PlainAttention, prefills: int) -> None:
+        super().__init__(owner, [])
+        self.prefills = prefills
+
+    def pad(self) -> None:
+        raise AssertionError("nothing is captured here")
+
+    def prepare(self, rows: I32, lengths: KvLengths) -> None:
+        assert rows.size <= self.prefills
+        self.lengths, self.rows = lengths, rows.tolist()
+
+    def order(self) -> list[tuple[int, int]]:
+        decodes = [(request, 1) for request in range(len(self.rows), self.lengths.totals.size)]
+        return decodes + list(enumerate(self.rows))

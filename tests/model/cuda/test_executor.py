@@ -37,6 +37,22 @@ def model(folder: Path) -> Decoder:
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16])
+def test_a_bucket_of_mixed_rows_has_decode_rows_first(model: Decoder, page_tokens: int) -> None:
+    """Buckets of 8 and 16 rows: with padding and without, chunks, no decode row, no sampled row."""
+    driver = Driver(model, page_tokens, executor=plain_executor)
+    a, b, c = Request(0, prompt(5, 1)), Request(3, prompt(9, 2)), Request(1, prompt(15, 3))
+    driver.step([(a, 5)])
+    driver.step([(b, 7), (a, 0)])
+    driver.step([(a, 0), (b, 2), (c, 10)])
+    driver.step([(c, 4)])
+    driver.step([(b, 0), (c, 1), (a, 0)])
+    driver.step([(c, 0), (b, 0), (a, 0)])
+    assert a.out == greedy(a.prompt, 5)
+    assert b.out == greedy(b.prompt, 3)
+    assert c.out == greedy(c.prompt, 2)
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16])
 def test_greedy_tokens_of_mixed_and_captured_steps(model: Decoder, page_tokens: int) -> None:
     driver = Driver(model, page_tokens, executor=plain_executor)
     a, b, c = Request(0, prompt(9, 1)), Request(3, prompt(5, 2)), Request(1, prompt(17, 3))

@@ -16,7 +16,7 @@ from tests.sections import changed
 from loraplex.core.plan_check import PlanBounds, check_plan
 from loraplex.model.cuda.graphs import AdapterWork, bucket_sizes
 from loraplex.model.cuda.inputs import KvLengths
-from loraplex.model.cuda.pieces import row_buckets
+from loraplex.model.cuda.mixed import row_buckets
 from loraplex.model.cuda.setup import missing_for_fused, padding_plan
 
 

@@ -10,7 +10,7 @@ from loraplex.model.cuda.cuda_executor import CudaExecutor
 from loraplex.model.cuda.graphs import DecodeGraphs, bucket_sizes
 from loraplex.model.cuda.heads import GreedyHead
 from loraplex.model.cuda.inputs import StepInputs
-from loraplex.model.cuda.pieces import PiecewiseSteps
+from loraplex.model.cuda.mixed import MixedGraphs
 from loraplex.model.cuda.rope_append import RopeAppend, angle_table
 from loraplex.model.decoder import Decoder
 from loraplex.model.runner import MakeExecutor
@@ -28,8 +28,8 @@ TINY_PREFILL = Tuning(
 )  # fmt: skip
 
 
-PIECES = (16,)
-"""Smaller mixed steps run in pieces, larger ones launch by launch."""
+MIXED = (8, 16)
+"""Mixed steps of up to 16 rows run in a bucket, larger ones launch by launch."""
 
 
 def plain_executor(kv: KvShape, bounds: PlanBounds, rows: int = 256) -> MakeExecutor:
@@ -47,7 +47,7 @@ def plain_executor(kv: KvShape, bounds: PlanBounds, rows: int = 256) -> MakeExec
         graphs = DecodeGraphs(
             decoder, inputs, attention, head, state, bucket_sizes(bounds.max_requests), captured=False
         )
-        pieces = PiecewiseSteps(decoder, inputs, attention, state, PIECES, captured=False)
-        return CudaExecutor(decoder, table, sampler, inputs, attention, head, graphs, pieces)
+        mixed = MixedGraphs(decoder, inputs, attention, head, state, graphs.logits, MIXED, captured=False)
+        return CudaExecutor(decoder, table, sampler, inputs, attention, head, graphs, mixed)
 
     return make

@@ -1,4 +1,4 @@
-"""Plans on a CUDA device: decode steps replay captured graphs, steps with prefill run in pieces or launch by launch.
+"""Plans on a CUDA device: decode steps and mixed ones replay captured graphs, larger ones are launched one by one.
 
 Nothing here waits for the device: a plan goes there in one copy, sampled tokens stay there for the next plan, and
 answers are copied to pinned memory behind the step. Rows that only want the best token never leave the graph; others
@@ -20,7 +20,7 @@ from loraplex.core.plan import BatchPlan
 from loraplex.model.cuda.graphs import AdapterWork, DecodeGraphs
 from loraplex.model.cuda.heads import GreedyHead
 from loraplex.model.cuda.inputs import KvLengths, StepInputs
-from loraplex.model.cuda.pieces import PiecewiseSteps
+from loraplex.model.cuda.mixed import MixedGraphs
 from loraplex.model.cuda.step_attention import StepAttention
 from loraplex.model.decoder import Decoder
 from loraplex.model.executor import SampleLog, masks_of, score, wants_scores
@@ -28,7 +28,6 @@ from loraplex.model.results import Pending, Stopwatch, no_scores, to_host
 from loraplex.model.sampler import Sampler
 from loraplex.model.transfer import to_device
 from loraplex.ops.dispatch import TRITON, make_operator
-from loraplex.ops.interface import NoAdapters
 from loraplex.ops.table import AdapterTable
 from loraplex.ops.triton_ops import state_of
 
@@ -36,7 +35,7 @@ NOTHING: Final = torch.empty(0, dtype=torch.int64)
 
 
 class CudaExecutor:
-    """`Executor` over static buffers. graphs, pieces: captured before the first plan. family: of adapters elsewhere."""
+    """`Executor` over static buffers. graphs, mixed: captured before the first plan. family: of adapters elsewhere."""
 
     def __init__(
         self,
@@ -47,12 +46,12 @@ class CudaExecutor:
         attention: StepAttention,
         head: GreedyHead,
         graphs: DecodeGraphs,
-        pieces: PiecewiseSteps,
+        mixed: MixedGraphs,
         family: str = TRITON,
     ) -> None:
         self._decoder, self._table, self._sampler = decoder, table, sampler
         self.inputs, self.attention, self.head, self.graphs = inputs, attention, head, graphs
-        self.pieces, self._family = pieces, family
+        self.mixed, self._family = mixed, family
         self._samples = SampleLog()
         self._newest_sampled = 0
 
@@ -73,8 +72,10 @@ class CudaExecutor:
         """See `Executor.execute`."""
         if len(plan.opens):
             self._sampler.open(plan.opens, plan.open_bias, plan.open_history)
-        work = self._work(plan)
-        size = self._decode_bucket(plan) if work is not None else 0
+        size, mixed = self._decode_bucket(plan), self.mixed.bucket(plan)
+        work = self._work(plan, decode_first=mixed > 0)
+        if work is None:
+            size = mixed = 0
         lengths = KvLengths.of(plan, self.inputs.page_tokens, size)
         self.inputs.send(plan, packed, lengths, tables)
         if plan.rows == 0:
@@ -83,8 +84,11 @@ class CudaExecutor:
         if size and work is not None:
             self.graphs.prepare(size, lengths)
             logits = self.graphs.run(size, work)[: plan.rows]
+        elif mixed and work is not None:
+            self.mixed.prepare(mixed, plan, lengths)
+            logits = self.mixed.run(mixed, work)[: len(plan.logit_rows)]
         else:
-            logits = self._mixed(plan, lengths, work)
+            logits = self._launched(plan, lengths)
         return self._answer(plan, logits, watch)
 
     def _decode_bucket(self, plan: BatchPlan) -> int:
@@ -93,7 +97,7 @@ class CudaExecutor:
             return 0
         return self.graphs.bucket(plan.decodes) or 0
 
-    def _work(self, plan: BatchPlan) -> AdapterWork | None:
+    def _work(self, plan: BatchPlan, *, decode_first: bool) -> AdapterWork | None:
         """Captured adapter work that serves a plan, its lists filled; None where only the operator families can."""
         if not plan.group_rows.size:
             return AdapterWork.NONE
@@ -101,24 +105,18 @@ class CudaExecutor:
             return None
         self._table.check_plan(plan)
         state = state_of(self._table)
-        state.plan(plan)
+        state.plan(plan, decode_first=decode_first)
         return None if state.traits.rest else AdapterWork.covering(state.traits.groups)
 
-    def _mixed(self, plan: BatchPlan, lengths: KvLengths, work: AdapterWork | None) -> torch.Tensor:
-        """Logits [L, vocab] of a step with prefill rows; greedy tokens of its samples, too."""
-        inputs, decoder = self.inputs, self._decoder
+    def _launched(self, plan: BatchPlan, lengths: KvLengths) -> torch.Tensor:
+        """Logits [L, vocab] of a step that no graph serves; greedy tokens of its samples, too."""
+        inputs = self.inputs
         inputs.unpack(len(plan.requests))
         rows = to_device(plan.logit_rows.astype(np.int64), inputs.device)
+        adapters = make_operator(plan, self._table, self._family)
+        tokens, positions = inputs.tokens[: plan.rows], inputs.positions[: plan.rows]
         attention = self.attention.mixed(plan, lengths)
-        size = self.pieces.bucket(plan.rows) if work is not None else None
-        if size is not None and work is not None:
-            least = AdapterWork.NONE if work is AdapterWork.NONE else AdapterWork.ALL
-            x, residual = self.pieces.run(size, plan.rows, least, attention)
-            logits = decoder.head(x, residual, NoAdapters(), rows)
-        else:
-            adapters = make_operator(plan, self._table, self._family)
-            tokens, positions = inputs.tokens[: plan.rows], inputs.positions[: plan.rows]
-            logits = decoder.forward(tokens, positions, attention, adapters, rows)
+        logits = self._decoder.forward(tokens, positions, attention, adapters, rows)
         if logits.shape[0]:
             self.head.run(logits, max(logits.shape[0], len(plan.samples)))
         return logits

@@ -1,7 +1,7 @@
 """FlashInfer over the page-major pool, in place: strided views of each layer, nothing copied.
 
-Decode rows run on tensor cores with fa2, also in mixed steps, where they have a launch of their own. Prefill chunks run
-on fa3 where a step's chunks have 256 rows or more on average and fa3 was built for the model's head dimension, else on
+Decode rows run on tensor cores with fa2, also in mixed steps, where they have a launch of their own. Prefill chunks of
+captured steps run on fa2, others on fa3 where a step's chunks have 256 rows or more on average and fa3 was built for the model's head dimension, else on
 fa2. Each wrapper exists twice, with staging of its own, and the two take turns: planning step n + 1 on the host never
 writes what the copy of step n still reads. Both of a pair share their device buffers, so a captured step follows either.
 
@@ -13,10 +13,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 import flashinfer
+import numpy as np
 import torch
 
 from loraplex.core.layout import KvShape
-from loraplex.core.packed import I32
+from loraplex.core.packed import I32, empty
 from loraplex.core.plan import BatchPlan
 from loraplex.model.cuda.inputs import KvLengths, StepInputs
 from loraplex.model.cuda.rope_append import RopeAppend
@@ -26,6 +27,7 @@ FA3_ROWS: Final = 256
 FA3_HEAD_DIMS: Final = (128,)
 FLOAT_WORKSPACE: Final = 384 << 20
 INT_WORKSPACE: Final = 8 << 20
+MIXED_INTS: Final = 1 << 20
 LAYOUT: Final = "NHD"
 
 
@@ -52,15 +54,21 @@ class FlashInferAttention:
             for backend in self.backends
         }
         self._turn = 0
+        self._mixed_lengths = [
+            [
+                torch.zeros(most, dtype=torch.int32, device=device)
+                for most in (requests + 1, requests + 1, requests)
+            ]
+            for requests in (bounds.max_requests, bounds.max_requests + 1)
+        ]
+        self._mixed_ints = [torch.empty(MIXED_INTS, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._mixed_decodes: dict[int, list[Any]] = {}
+        self.mixed_turn = 0
 
     @property
     def backends(self) -> tuple[str, ...]:
         """Prefill backends that may be chosen."""
         return ("fa2", "fa3") if self.kv.head_dim in FA3_HEAD_DIMS and self.window < 0 else ("fa2",)
-
-    def append(self, layer: int, q: torch.Tensor) -> None:
-        """See `StepAttention.append`."""
-        self.rope.run(layer, q)
 
     def bucket(self, size: int) -> FlashInferBucket:
         """See `StepAttention.bucket`."""
@@ -75,6 +83,10 @@ class FlashInferAttention:
             wrapper.reset_workspace_buffer(self._workspace, self._bucket_ints)
             pair.append(wrapper)
         return FlashInferBucket(self, pair)
+
+    def mixed_bucket(self, rows: int, prefills: int) -> FlashInferMixedBucket:
+        """See `StepAttention.mixed_bucket`."""
+        return FlashInferMixedBucket(self, rows, prefills)
 
     def mixed(self, plan: BatchPlan, lengths: KvLengths) -> FlashInferMixed:
         """See `StepAttention.mixed`."""
@@ -112,6 +124,40 @@ class FlashInferAttention:
             window_left=self.window, q_data_type=self.dtype, kv_data_type=self.dtype,
         )  # fmt: skip
 
+    def graph_prefills(self, requests: int, *, decode: bool) -> list[Any]:
+        """A pair of wrappers for captured launches over so many requests; those of decode rows serve every bucket."""
+        if decode and requests in self._mixed_decodes:
+            return self._mixed_decodes[requests]
+        begins, pages, last = self._mixed_lengths[0 if decode else 1]
+        pair = []
+        for _ in range(2):
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace,
+                LAYOUT,
+                backend="fa2",
+                use_cuda_graph=True,
+                qo_indptr_buf=begins[: requests + 1],
+                paged_kv_indptr_buf=pages[: requests + 1],
+                paged_kv_indices_buf=self.inputs.indices,
+                paged_kv_last_page_len_buf=last[:requests],
+            )
+            wrapper.reset_workspace_buffer(self._workspace, self._mixed_ints[0 if decode else 1])
+            pair.append(wrapper)
+        if decode:
+            self._mixed_decodes[requests] = pair
+        return pair
+
+    def plan_graph(self, wrapper: Any, requests: int, begins: I32, pages: I32, last: I32) -> None:
+        """Plan a wrapper of `graph_prefills` with host lengths of fewer requests; the others get no row and no page."""
+        more = requests + 1 - begins.size
+        begins, pages = (np.concatenate([side, np.repeat(side[-1:], more)]) for side in (begins, pages))
+        last = np.concatenate([last, np.zeros(more, np.int32)])
+        wrapper.plan(
+            host(begins), host(pages), self.inputs.indices[:0], host(last), self.heads, self.kv.kv_heads, self.kv.head_dim,
+            self.kv.page_tokens, causal=True, window_left=self.window, q_data_type=self.dtype, kv_data_type=self.dtype,
+            max_token_per_sequence=int(np.diff(begins).max()),
+        )  # fmt: skip
+
     def _decoder(self, **options: Any) -> Any:
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, LAYOUT, use_tensor_cores=True, backend="fa2", **options
@@ -120,7 +166,7 @@ class FlashInferAttention:
 
 def host(values: I32) -> torch.Tensor:
     """int32 values as a host tensor."""
-    return torch.from_numpy(values.copy())
+    return torch.from_numpy(np.array(values, dtype=np.int32))
 
 
 class FlashInferBucket:
@@ -157,13 +203,71 @@ class FlashInferMixed:
         """See `AttentionBatch.run`."""
         self._owner.rope.run(layer, q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.attend(layer, q, out)
-        return out
-
-    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        """See `MixedAttention.attend`."""
         paged = self._owner.rope.layer(layer)
         if self._prefill is not None:
             self._prefill.run(q[: self._doff], paged, out=out[: self._doff])
         if self._decode is not None:
             self._decode.run(q[self._doff :], paged, out=out[self._doff :])
+        return out
+
+
+class FlashInferMixedBucket:
+    """`MixedAttention` of a captured step: one launch for all prefill rows, one for all decode rows.
+
+    A request without keys stands before the prefill requests and covers the decode rows: what it writes there, decode
+    attention, which follows, writes over.
+    """
+
+    rotates: Final = True
+
+    def __init__(self, owner: FlashInferAttention, size: int, prefills: int) -> None:
+        self._owner, self._size, self._prefills = owner, size, prefills
+        bounds = owner.inputs.bounds
+        self._decodes = min(size, bounds.max_requests)
+        self._prefill = owner.graph_prefills(prefills + 1, decode=False)
+        self._decode = owner.graph_prefills(self._decodes, decode=True)
+        self._rows = (0, 0)
+        self.pad()
+
+    def pad(self) -> None:
+        """See `MixedAttention.pad`. A wrapper's first plan sets the bounds of its launches, so it must be the largest."""
+        for _ in range(2):
+            self._plan(np.array([0, self._size], np.int32), empty(), KvLengths.padding(self._decodes))
+
+    def prepare(self, rows: I32, lengths: KvLengths) -> None:
+        """See `MixedAttention.prepare`."""
+        decodes = lengths.totals.size - rows.size
+        begins = np.zeros(rows.size + 2, np.int32)
+        np.cumsum(rows, out=begins[2:])
+        begins[1:] += decodes
+        self._plan(begins, rows, lengths)
+
+    def _plan(self, begins: I32, rows: I32, lengths: KvLengths) -> None:
+        """begins: where the rows of the request without keys and of each prefill request begin, and where they end."""
+        owner, prefills = self._owner, rows.size
+        owner.mixed_turn ^= 1
+        turn = owner.mixed_turn
+        first = lengths.indptr[: prefills + 1]
+        pages, last = np.concatenate([first[:1], first]), np.concatenate([[0], lengths.last[:prefills]])
+        owner.plan_graph(self._prefill[turn], self._prefills + 1, begins, pages, last)
+        decodes = lengths.totals.size - prefills
+        one_each = np.arange(decodes + 1, dtype=np.int32)
+        owner.plan_graph(
+            self._decode[turn],
+            self._decodes,
+            one_each,
+            lengths.indptr[prefills:],
+            lengths.last[prefills:],
+        )
+        self._rows = (int(begins[-1]), decodes)
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """See `AttentionBatch.run`."""
+        owner, (rows, decodes) = self._owner, self._rows
+        owner.rope.run(layer, q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        paged = owner.rope.layer(layer)
+        self._prefill[owner.mixed_turn].run(q[:rows], paged, out=out[:rows])
+        if decodes:
+            self._decode[owner.mixed_turn].run(q[:decodes], paged, out=out[:decodes])
+        return out

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -46,6 +47,20 @@ def bucket_sizes(most: int) -> tuple[int, ...]:
     """Buckets for up to `most` requests: powers of two, then every 8, from 128 on every 16."""
     sizes = [1, 2, 4, *range(8, min(most, 128) + 1, 8), *range(144, most + 1, 16)]
     return tuple(sorted({min(size, most) for size in sizes} | {most}))
+
+
+def record(pool: Any, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """What `run` enqueues, as a graph. pool: handle of the graphs' memory.
+
+    Not torch.cuda.graph: it collects garbage and empties the allocator's cache for every capture.
+    """
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        run()
+    finally:
+        graph.capture_end()
+    return graph
 
 
 class DecodeGraphs:
@@ -94,14 +109,7 @@ class DecodeGraphs:
                 size, work
             )  # lazily made handles and compiled kernels must not be made inside a capture
             torch.cuda.current_stream().synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # Not torch.cuda.graph: it collects garbage and empties the allocator's cache for every capture.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                self._body(size, work)
-            finally:
-                graph.capture_end()
-            self._graphs[size, work] = graph
+            self._graphs[size, work] = record(pool, partial(self._body, size, work))
             report(f"captured {index + 1} of {len(todo)} decode steps: {size} requests, {work.name.lower()}")
 
     def prepare(self, size: int, lengths: KvLengths) -> None:

@@ -23,6 +23,7 @@ DOFF = tl.constexpr(PLAN_FORMAT.word_of("doff"))
 TOKENS = tl.constexpr(PLAN_FORMAT.word_of("tokens"))
 REQUESTS = tl.constexpr(PLAN_FORMAT.word_of("requests"))
 PREFILL_INDPTR = tl.constexpr(PLAN_FORMAT.word_of("prefill_indptr"))
+LOGIT_ROWS = tl.constexpr(PLAN_FORMAT.word_of("logit_rows"))
 SAMPLES = tl.constexpr(PLAN_FORMAT.word_of("samples"))
 PAGE_DELTAS = tl.constexpr(PLAN_FORMAT.word_of("page_deltas"))
 REQUEST_WIDTH = tl.constexpr(RequestColumns.width)
@@ -57,13 +58,14 @@ def deltas_kernel(words_ptr, tables_ptr, entries, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["entries"])
 def unpack_kernel(
     words_ptr, tables_ptr, sampled_ptr, kv_indptr_ptr, tokens_ptr, positions_ptr, pages_ptr, indices_ptr, entries,
-    PAGE_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr, DECODE_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a request: tokens (references resolved), positions and page of each of its rows, and its page list.
 
     sampled [*]: tokens of the plan that references point into. kv_indptr [R + 1]: where each request's pages go in
     indices. Outputs int32: tokens, positions, pages [T], indices [sum of pages]. A program beyond the plan's requests
-    makes one padding row of a decode bucket: token 0 at position 0 of the null page.
+    makes one padding row of a decode bucket: token 0 at position 0 of the null page. DECODE_FIRST: decode rows lie before
+    prefill rows, and padding is `pad_kernel`'s.
     """
     r = tl.program_id(0)
     count = tl.load(words_ptr + REQUESTS + 1)
@@ -79,6 +81,9 @@ def unpack_kernel(
         begins = words_ptr + tl.load(words_ptr + PREFILL_INDPTR)
         row0 = tl.load(begins + r, mask=r < prefills, other=0)
         row0 = tl.where(r < prefills, row0, doff + r - prefills)
+        to0 = row0
+        if DECODE_FIRST:
+            to0 = tl.where(r < prefills, row0 + count - prefills, r - prefills)
         tokens = words_ptr + tl.load(words_ptr + TOKENS)
         for base in tl.range(0, rows, BLOCK):
             i = base + lane
@@ -87,15 +92,15 @@ def unpack_kernel(
             referred = tl.load(sampled_ptr + (-1 - token), mask=live & (token < 0), other=0)
             position = start + i
             page = tl.load(table + position // PAGE_TOKENS, mask=live, other=0)
-            tl.store(tokens_ptr + row0 + i, tl.where(token < 0, referred, token), mask=live)
-            tl.store(positions_ptr + row0 + i, position, mask=live)
-            tl.store(pages_ptr + row0 + i, page, mask=live)
+            tl.store(tokens_ptr + to0 + i, tl.where(token < 0, referred, token), mask=live)
+            tl.store(positions_ptr + to0 + i, position, mask=live)
+            tl.store(pages_ptr + to0 + i, page, mask=live)
         used = (start + rows + PAGE_TOKENS - 1) // PAGE_TOKENS
         for base in tl.range(0, used, BLOCK):
             i = base + lane
             page = tl.load(table + i, mask=i < used, other=0)
             tl.store(indices_ptr + to + i, page, mask=i < used)
-    else:
+    elif not DECODE_FIRST:
         tl.store(tokens_ptr + r, 0)
         tl.store(positions_ptr + r, 0)
         tl.store(pages_ptr + r, 0)
@@ -111,6 +116,18 @@ def pad_kernel(words_ptr, tokens_ptr, positions_ptr, pages_ptr, UPTO: tl.constex
     tl.store(tokens_ptr + i, zero, mask=padding)
     tl.store(positions_ptr + i, zero, mask=padding)
     tl.store(pages_ptr + i, zero, mask=padding)
+
+
+@triton.jit
+def logit_rows_kernel(words_ptr, rows_ptr, UPTO: tl.constexpr, BLOCK: tl.constexpr):
+    """rows int64 [UPTO]: the plan's logit rows where decode rows lie before prefill rows, then row 0 again and again."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < tl.load(words_ptr + LOGIT_ROWS + 1)
+    doff = tl.load(words_ptr + DOFF)
+    decodes = tl.load(words_ptr + REQUESTS + 1) - tl.load(words_ptr + PREFILLS)
+    row = tl.load(words_ptr + tl.load(words_ptr + LOGIT_ROWS) + i, mask=live, other=0)
+    moved = tl.where(row < doff, row + decodes, row - doff)
+    tl.store(rows_ptr + i, tl.where(live, moved, 0).to(tl.int64), mask=i < UPTO)
 
 
 @triton.jit

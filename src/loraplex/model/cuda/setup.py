@@ -37,7 +37,7 @@ from loraplex.model.cuda.draws import DeviceDraws
 from loraplex.model.cuda.graphs import DecodeGraphs, bucket_sizes
 from loraplex.model.cuda.heads import GreedyHead
 from loraplex.model.cuda.inputs import KvLengths, StepInputs
-from loraplex.model.cuda.pieces import PiecewiseSteps, row_buckets
+from loraplex.model.cuda.mixed import MixedGraphs, row_buckets
 from loraplex.model.cuda.rope_append import RopeAppend, angle_table
 from loraplex.model.cuda.step_attention import StepAttention
 from loraplex.model.decoder import Decoder
@@ -112,11 +112,11 @@ class CudaParts:
                 decoder, inputs, attention, head, state, buckets or bucket_sizes(bounds.max_requests),
                 captured=self.captured, side=side,
             )  # fmt: skip
-            pieces = PiecewiseSteps(
-                decoder, inputs, attention, state, row_buckets(self.rows) if buckets is None else (),
+            mixed = MixedGraphs(
+                decoder, inputs, attention, head, state, graphs.logits, row_buckets(self.rows) if buckets is None else (),
                 captured=self.captured,
             )  # fmt: skip
-            return CudaExecutor(decoder, table, sampler, inputs, attention, head, graphs, pieces)
+            return CudaExecutor(decoder, table, sampler, inputs, attention, head, graphs, mixed)
 
         return make
 
@@ -223,10 +223,10 @@ class Warmth:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture the decode steps and the pieces of mixed ones, in one memory pool."""
+        """Capture decode steps and mixed ones, in one memory pool."""
         pool = torch.cuda.graph_pool_handle()
         self._executor.graphs.capture(pool, self._report)
-        self._executor.pieces.capture(pool, self._report)
+        self._executor.mixed.capture(pool, self._report)
 
     def _timed(self, what: str, run: Callable[[], object]) -> None:
         started = time.perf_counter()

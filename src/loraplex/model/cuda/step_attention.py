@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
-
+from loraplex.core.packed import I32
 from loraplex.core.plan import BatchPlan
 from loraplex.model.attention.backend import AttentionBatch
 from loraplex.model.cuda.inputs import KvLengths
@@ -24,10 +23,17 @@ class BucketAttention(AttentionBatch, Protocol):
 
 
 class MixedAttention(AttentionBatch, Protocol):
-    """Attention of one step that is not captured as a whole."""
+    """Attention of a fixed number of rows: decode rows, then prefill rows, then padding; captured once."""
 
-    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        """Attend from rotated q to what was appended; q, out: [T, heads, head_dim]."""
+    def pad(self) -> None:
+        """Tell the device about a step of padding alone, to capture over."""
+        ...
+
+    def prepare(self, rows: I32, lengths: KvLengths) -> None:
+        """Tell the device about a step before a replay; enqueued on the current stream.
+
+        rows: of each prefill request. lengths: of all requests in the plan's order, prefill first.
+        """
         ...
 
 
@@ -39,18 +45,18 @@ class StepAttention(Protocol):
         """Ways to run prefill rows, of which `mixed` chooses one for a step."""
         ...
 
-    def mixed_on(self, backend: str, plan: BatchPlan, lengths: KvLengths) -> MixedAttention:
+    def mixed_on(self, backend: str, plan: BatchPlan, lengths: KvLengths) -> AttentionBatch:
         """`mixed` with the way named."""
-        ...
-
-    def append(self, layer: int, q: torch.Tensor) -> None:
-        """Rotate q, rotate k and append k and v; can be captured. q: first part of a fused qkv, as in `RopeAppend.run`."""
         ...
 
     def bucket(self, size: int) -> BucketAttention:
         """Attention of `size` decode requests; made at start-up."""
         ...
 
-    def mixed(self, plan: BatchPlan, lengths: KvLengths) -> MixedAttention:
+    def mixed_bucket(self, rows: int, prefills: int) -> MixedAttention:
+        """Attention of a captured step of `rows` rows with at most so many prefill requests; made at start-up."""
+        ...
+
+    def mixed(self, plan: BatchPlan, lengths: KvLengths) -> AttentionBatch:
         """Attention of a step that is not captured; to be called after the plan was sent and unpacked."""
         ...
