@@ -154,7 +154,7 @@ def flight(rig: Rig) -> BatchPlan:
         state.deltas.page_table(
             PageDeltaColumns.filled(pages.size, slot=slot, index=np.arange(pages.size), page=pages)
         )
-    made = make_flight(state, select_rows(state.table, state.limits.token_budget, state.limits.prefill_beside_decode))
+    made = make_flight(state, select_rows(state.table, state.limits.token_budget, state.limits.mixed))
     assert made is not None
     return made.plan
 

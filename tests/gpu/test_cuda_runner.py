@@ -100,7 +100,9 @@ def mixed_outputs(captured: bool) -> list[Any]:
     steps.append(own.step([(requests[4], 30), (requests[5], 12), (requests[6], 50), (requests[2], 0)]))
     steps.append(own.step([(requests[4], 31), (requests[6], 20)]))
     steps.append(own.step([(r, 0) for r in requests[:4]] + [(requests[6], 10)]))
-    steps.append(own.step([(requests[6], 10), *((r, 0) for r in requests[:6]), (requests[7], 5), (requests[8], 33)]))
+    steps.append(
+        own.step([(requests[6], 10), *((r, 0) for r in requests[:6]), (requests[7], 5), (requests[8], 33)])
+    )
     steps.append(own.step([(r, 0) for r in requests]))
     return [(step.tokens.tolist(), step.logprob_values.tolist()) for step in steps]
 

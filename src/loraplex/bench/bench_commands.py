@@ -17,18 +17,48 @@ bench_app = App(name="bench", help="Measurements beside the peers that are insta
 
 
 @bench_app.command
-def http(*, clients: int = 64, tokens: int = 2000, rounds: int = 3, json: Path | None = None) -> None:
-    """Tokens and chunks per second of the server alone, beside a bare application on the same listener in the same run.
+def http(
+    model: Path | None = None,
+    /,
+    *,
+    device: Literal["cpu", "cuda"] | None = None,
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    only: Annotated[tuple[int, ...], Parameter(negative="")] = (),
+    text: Annotated[bool, Parameter(negative="")] = False,
+    seconds: float = 15.0,
+    clients: int = 64,
+    tokens: int = 2000,
+    rounds: int = 3,
+    json: Path | None = None,
+) -> None:
+    """A real server under real traffic, where a device is named; else the server alone beside a bare application.
+
+    With a device, four client processes stream from a server that this starts: closed loops and Poisson arrivals, fixed
+    and log-normal lengths, the base and many adapters; on cuda without a model with Llama-3.1-8B's shapes and random
+    weights, on cpu with the demo model and small sizes. Good requests have a first token within 500 ms and 20 ms a token.
 
     Args:
-        clients: streams at a time.
-        tokens: chunks of each stream.
-        rounds: measured rounds, after one that warms up.
+        model: folder, with --device.
+        device: cpu or cuda.
+        dtype: element type of weights, KV and factors.
+        only: numbers of the cases to run, from 0.
+        text: prompts are text, not token ids.
+        seconds: measured time of each case, after 3 s that warm up.
+        clients: without --device, streams at a time.
+        tokens: without --device, chunks of each stream.
+        rounds: without --device, measured rounds, after one that warms up.
         json: also write the rows to this file.
     """
+    check_outputs(json)
+    if device is not None:
+        _http_traffic(model, device, dtype, only, text, seconds, json)
+        return
+    if model is not None or only or text:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID, "a model, --only and --text go with --device", param="device"
+        )
     from loraplex.bench.http import run_http
 
-    check_outputs(json)
     with activity() as tell:
         rows = run_http(clients, tokens, rounds, tell)
     for row in rows:
@@ -36,6 +66,34 @@ def http(*, clients: int = 64, tokens: int = 2000, rounds: int = 3, json: Path |
             f"{row.case:8} {row.tokens_a_second:9,.0f} tokens/s {row.chunks_a_second:9,.0f} chunks/s "
             f"{row.token_us:6.1f} us/token = {1e6 / row.token_us:9,.0f} tokens/s a core {row.rss_mib:5.0f} MiB"
         )
+    if json is not None:
+        write_output(json, encode_json(rows) + "\n")
+
+
+def _http_traffic(
+    model: Path | None,
+    device: Literal["cpu", "cuda"],
+    dtype: str,
+    only: tuple[int, ...],
+    text: bool,
+    seconds: float,
+    json: Path | None,
+) -> None:
+    from loraplex.bench.http_traffic import HttpOptions, cases_of, run_traffic
+    from loraplex.bench.traffic import HEAD, line
+
+    if not seconds > 0:
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID, f"seconds must be above 0, got {seconds}", param="seconds"
+        )
+    if model is None and device == "cpu":
+        from loraplex.model.gguf import ensure_demo_model
+
+        model = ensure_demo_model()
+    with activity() as tell:
+        rows = run_traffic(HttpOptions(model, device, dtype, seconds=seconds), cases_of(device, only, text), tell)
+    for text_line in (HEAD, *(line(figures) for figures in rows)):
+        print(text_line)
     if json is not None:
         write_output(json, encode_json(rows) + "\n")
 

@@ -22,6 +22,7 @@ from statistics import median
 from typing import Final
 
 from loraplex.bench.http_target import TARGET_ANSWERS, TargetOrder
+from loraplex.bench.http_traffic import used_s
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.process.child import BlockingChild
 
@@ -89,12 +90,6 @@ def _server(kind: str, tokens: int, pace: int | None) -> Iterator[tuple[int, int
         child.stop(STOP_GRACE_S)
 
 
-def _used_s(pid: int) -> float:
-    """Processor seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def _rss_mib(pid: int) -> float:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE") / 2**20
@@ -119,9 +114,9 @@ async def _load(case: str, port: int, pid: int, clients: int, tokens: int) -> Ro
         writer.close()
         return chunks
 
-    before, began = _used_s(pid), time.perf_counter()
+    before, began = used_s(pid), time.perf_counter()
     counts = await asyncio.gather(*(one() for _ in range(clients)))
-    took, used = time.perf_counter() - began, _used_s(pid) - before
+    took, used = time.perf_counter() - began, used_s(pid) - before
     chunks = sum(counts)
     if chunks < clients:
         raise CallerError(ErrorCode.INVALID_REQUEST, f"{clients} clients got {chunks} chunks of {case}")

@@ -142,12 +142,17 @@ def build_fountain(config: EngineConfig, mailbox: Mailbox, clock: Clock, events:
 
 def model_folder(folder: Path) -> Path:
     """A model without weights: a configuration and a byte-level tokenizer."""
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    return write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A byte-level tokenizer for a model folder; returns the folder."""
     tokens = ["<s>", "<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
     return folder
 
 

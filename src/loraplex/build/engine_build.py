@@ -18,13 +18,14 @@ from loraplex.config import EngineConfig
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ports import Backend, Clock, EventSink, ImageSource, Loader, Mailbox
-from loraplex.engine.sizes import EngineLimits
+from loraplex.engine.sizes import UNBOUNDED, EngineLimits
 from loraplex.engine.step import Engine
 from loraplex.identity.closure import GRAPH_REVISION
 from loraplex.images.disk_store import ImageStore
 from loraplex.images.loader import InlineLoader, LoaderProcess, host_folder, in_shared_memory
 from loraplex.images.region import ALIGN_BYTES, Region
 from loraplex.process.worker import PlanLog, ProcessBackend
+from loraplex.schedule.select import MixedBound
 from loraplex.text.codec import configured_ends, load_tokenizer
 from loraplex.text.grammars import load_grammars
 
@@ -34,6 +35,9 @@ GIB: Final = 1 << 30
 DEFAULT_LOCKED_BYTES: Final = 4 << 30
 NICE: Final = 10
 """How much a loader on the host of a CPU engine yields to its steps."""
+MIXED_CUDA: Final = MixedBound(
+    limits.MIXED_PREFILL_ROWS_CUDA, limits.MIXED_PREFILL_ROWS_EACH_CUDA, limits.MIXED_ROWS_MULTIPLE_CUDA
+)
 
 
 @dataclass(slots=True)
@@ -308,7 +312,7 @@ def engine_limits(config: EngineConfig, base: BaseModel, pool_bytes: int | None 
         max_requests=config.max_requests,
         max_model_len=length,
         token_budget=max(budget, config.max_requests),
-        prefill_beside_decode=budget if on_cpu else limits.PREFILL_BESIDE_DECODE_CUDA,
+        mixed=UNBOUNDED if on_cpu else MIXED_CUDA,
         vocab_size=base.spec.vocab_size,
         depth=config.pipeline_depth,
         scrub=config.scrub,

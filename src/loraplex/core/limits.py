@@ -108,8 +108,12 @@ MAX_BLOCKS_GIVEN_UP_AHEAD: Final = 256
 # Scheduling
 TOKEN_BUDGET_CPU: Final = 512
 TOKEN_BUDGET_CUDA: Final = 8192
-PREFILL_BESIDE_DECODE_CUDA: Final = 512
-"""Prefill rows of a step that also decodes: what the time between two tokens may grow by."""
+MIXED_PREFILL_ROWS_CUDA: Final = 256
+"""Prefill rows of a step that also decodes: it takes 2.5 times as long as without them (measured)."""
+MIXED_PREFILL_ROWS_EACH_CUDA: Final = 2
+"""So many more for each request that decodes."""
+MIXED_ROWS_MULTIPLE_CUDA: Final = 128
+"""Rows of a tile of the GEMMs."""
 GROWTH_HORIZON_TOKENS: Final = 64
 MAX_WAITING_REQUESTS: Final = 8192
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
@@ -10,6 +11,9 @@ from loraplex.core.layout import KvShape
 from loraplex.core.plan_check import PlanBounds
 from loraplex.identity.canonical import check_digest
 from loraplex.memory.eviction import RANKINGS
+from loraplex.schedule.select import MixedBound
+
+UNBOUNDED: Final = MixedBound(1 << 30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +21,7 @@ class EngineLimits:
     """Sizes that the control plane plans with.
 
     num_pages: pages of the pool, the null page included. max_model_len: positions of one request. token_budget: rows of
-    one iteration. prefill_beside_decode: of them, prefill rows of an iteration that also decodes. depth: plans launched ahead of the newest commit, 0 or 1. copies_on_compute_stream: adapter copies
+    one iteration. mixed: of them, prefill rows of an iteration that also decodes. depth: plans launched ahead of the newest commit, 0 or 1. copies_on_compute_stream: adapter copies
     are ordered with compute, so that a freed page may be overwritten at once. scrub: freed pages are filled with 0xFF
     (tests). vocab_size: ids the model knows. host_bytes: host images together, None for no bound. adapter_pages: pages
     that adapters may take, None for all; both change at run time. adapter_floor: pages of adapters that KV pressure
@@ -33,8 +37,8 @@ class EngineLimits:
     max_requests: int
     max_model_len: int
     token_budget: int
-    prefill_beside_decode: int = 1 << 30
     vocab_size: int
+    mixed: MixedBound = UNBOUNDED
     depth: int = 1
     max_adapter_slots: int = 1025
     max_waiting: int = limits.MAX_WAITING_REQUESTS

@@ -88,9 +88,7 @@ class Engine:
         loads.pump(state)
 
     def _reserve(self) -> Selection:
-        selection = select_rows(
-            self.state.table, self.state.limits.token_budget, self.state.limits.prefill_beside_decode
-        )
+        selection = select_rows(self.state.table, self.state.limits.token_budget, self.state.limits.mixed)
         return growth.grow(self.state, selection)
 
     def _plan(self, selection: Selection) -> Flight | None:

@@ -17,6 +17,24 @@ from loraplex.schedule.running import Bools, RunningTable, Slots
 
 
 @dataclass(frozen=True, slots=True)
+class MixedBound:
+    """Prefill rows of an iteration that also decodes: `rows`, and `each` for each decode row.
+
+    A decode step takes longer the more rows it has, so the time between two tokens grows by about the same factor
+    whatever is running. multiple: of rows of the whole iteration, prefill rows fill up to the next.
+    """
+
+    rows: int
+    each: int = 0
+    multiple: int = 1
+
+    def prefill_rows(self, decodes: int) -> int:
+        """Prefill rows at most beside so many decode rows, >= 1."""
+        whole = self.rows + (self.each + 1) * decodes
+        return -(-whole // self.multiple) * self.multiple - decodes
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """Rows of one iteration, in scheduler order (oldest first).
 
@@ -33,10 +51,10 @@ class Selection:
         return Selection(self.slots[mask], self.rows[mask], self.decode[mask], self.samples[mask])
 
 
-def select_rows(table: RunningTable, token_budget: int, prefill_beside_decode: int) -> Selection:
+def select_rows(table: RunningTable, token_budget: int, mixed: MixedBound) -> Selection:
     """Choose rows for the next iteration. token_budget: rows at most, >= 1.
 
-    prefill_beside_decode: prefill rows at most where anything decodes, >= 1: they are what its next token waits for.
+    mixed: bounds the prefill rows where anything decodes: its next token waits for them.
     """
     slots = table.runnable()
     remaining = table.remaining(slots)
@@ -50,7 +68,7 @@ def select_rows(table: RunningTable, token_budget: int, prefill_beside_decode: i
         rows = np.where(kept, rows, 0).astype(np.int32)
         budget = 0
     elif rows.any():
-        budget = min(budget, prefill_beside_decode)
+        budget = min(budget, mixed.prefill_rows(int(rows.sum())))
     wanted = np.where(decode, 0, remaining)
     before = table.invoked[slots] - table.planned[slots]
     wanted = np.where(before > 0, np.minimum(wanted, before), wanted)

@@ -18,6 +18,7 @@ from typing import Final
 from loraplex.core.layout import KvShape
 from loraplex.engine.sizes import EngineLimits
 from loraplex.identity.canonical import digest
+from loraplex.schedule.select import MixedBound
 from loraplex.sim.device import CopyFate, Costs, Faults
 
 VOCAB: Final = 499
@@ -169,7 +170,7 @@ def draw_setup(
         max_requests=rng.randint(2, 8),
         max_model_len=max_model_len,
         token_budget=rng.choice([1, 3, 8, 16, 32]),
-        prefill_beside_decode=1 + seed % 7,
+        mixed=MixedBound(1 + seed % 7, seed % 3),
         vocab_size=VOCAB,
         depth=drawn_depth if depth is None else depth,
         max_adapter_slots=rng.choice([3, 5, 16]),

@@ -47,7 +47,7 @@ def plain_executor(kv: KvShape, bounds: PlanBounds, rows: int = 256) -> MakeExec
         graphs = DecodeGraphs(
             decoder, inputs, attention, head, state, bucket_sizes(bounds.max_requests), captured=False
         )
-        mixed = MixedGraphs(decoder, inputs, attention, head, state, graphs.logits, MIXED, captured=False)
+        mixed = MixedGraphs(decoder, inputs, attention, state, MIXED, captured=False)
         return CudaExecutor(decoder, table, sampler, inputs, attention, head, graphs, mixed)
 
     return make

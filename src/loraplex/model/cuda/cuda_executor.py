@@ -20,7 +20,7 @@ from loraplex.core.plan import BatchPlan
 from loraplex.model.cuda.graphs import AdapterWork, DecodeGraphs
 from loraplex.model.cuda.heads import GreedyHead
 from loraplex.model.cuda.inputs import KvLengths, StepInputs
-from loraplex.model.cuda.mixed import MixedGraphs
+from loraplex.model.cuda.mixed import MixedGraphs, decode_first
 from loraplex.model.cuda.step_attention import StepAttention
 from loraplex.model.decoder import Decoder
 from loraplex.model.executor import SampleLog, masks_of, score, wants_scores
@@ -28,6 +28,7 @@ from loraplex.model.results import Pending, Stopwatch, no_scores, to_host
 from loraplex.model.sampler import Sampler
 from loraplex.model.transfer import to_device
 from loraplex.ops.dispatch import TRITON, make_operator
+from loraplex.ops.interface import NoAdapters
 from loraplex.ops.table import AdapterTable
 from loraplex.ops.triton_ops import state_of
 
@@ -85,8 +86,7 @@ class CudaExecutor:
             self.graphs.prepare(size, lengths)
             logits = self.graphs.run(size, work)[: plan.rows]
         elif mixed and work is not None:
-            self.mixed.prepare(mixed, plan, lengths)
-            logits = self.mixed.run(mixed, work)[: len(plan.logit_rows)]
+            logits = self._mixed(mixed, plan, lengths, work)
         else:
             logits = self._launched(plan, lengths)
         return self._answer(plan, logits, watch)
@@ -108,6 +108,13 @@ class CudaExecutor:
         state.plan(plan, decode_first=decode_first)
         return None if state.traits.rest else AdapterWork.covering(state.traits.groups)
 
+    def _mixed(self, size: int, plan: BatchPlan, lengths: KvLengths, work: AdapterWork) -> torch.Tensor:
+        """Logits [L, vocab] of a step that a bucket of `size` rows serves; greedy tokens of its samples, too."""
+        self.mixed.prepare(size, plan, lengths)
+        x, residual = self.mixed.run(size, work)
+        rows = to_device(decode_first(plan.logit_rows, plan).astype(np.int64), self.inputs.device)
+        return self._chosen(plan, self._decoder.head(x, residual, NoAdapters(), rows))
+
     def _launched(self, plan: BatchPlan, lengths: KvLengths) -> torch.Tensor:
         """Logits [L, vocab] of a step that no graph serves; greedy tokens of its samples, too."""
         inputs = self.inputs
@@ -116,7 +123,10 @@ class CudaExecutor:
         adapters = make_operator(plan, self._table, self._family)
         tokens, positions = inputs.tokens[: plan.rows], inputs.positions[: plan.rows]
         attention = self.attention.mixed(plan, lengths)
-        logits = self._decoder.forward(tokens, positions, attention, adapters, rows)
+        return self._chosen(plan, self._decoder.forward(tokens, positions, attention, adapters, rows))
+
+    def _chosen(self, plan: BatchPlan, logits: torch.Tensor) -> torch.Tensor:
+        """The logits, with the greedy tokens of the plan's samples made from them."""
         if logits.shape[0]:
             self.head.run(logits, max(logits.shape[0], len(plan.samples)))
         return logits

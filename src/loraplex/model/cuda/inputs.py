@@ -78,7 +78,6 @@ class StepInputs:
         self._staged = ints(words)
         self.tables = ints(requests, bounds.max_pages_per_request)
         self.tokens, self.positions, self.pages = ints(rows), ints(rows), ints(rows)
-        self._logit_rows = torch.zeros(requests, dtype=torch.int64, device=device)
         self.indices = ints(requests * bounds.max_pages_per_request)
         self.answers = ints(requests + max(rows, requests))
         self.sampled, self.finite = self.answers[:requests], self.answers[requests:]
@@ -139,13 +138,6 @@ class StepInputs:
         kernels.pad_kernel[(-(-rows // ROW_BLOCK),)](
             self.words, self.tokens, self.positions, self.pages, UPTO=rows, BLOCK=ROW_BLOCK
         )
-
-    def logit_rows(self, rows: int) -> torch.Tensor:
-        """int64 [rows]: the plan's logit rows where decode rows lie first, padded with row 0."""
-        kernels.logit_rows_kernel[(-(-rows // ROW_BLOCK),)](
-            self.words, self._logit_rows, UPTO=rows, BLOCK=ROW_BLOCK
-        )
-        return self._logit_rows[:rows]
 
     def forget(self, slots: I32) -> None:
         """The device's page tables of these slots may be wrong: they are sent again when a plan next uses them."""

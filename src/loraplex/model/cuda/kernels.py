@@ -23,7 +23,6 @@ DOFF = tl.constexpr(PLAN_FORMAT.word_of("doff"))
 TOKENS = tl.constexpr(PLAN_FORMAT.word_of("tokens"))
 REQUESTS = tl.constexpr(PLAN_FORMAT.word_of("requests"))
 PREFILL_INDPTR = tl.constexpr(PLAN_FORMAT.word_of("prefill_indptr"))
-LOGIT_ROWS = tl.constexpr(PLAN_FORMAT.word_of("logit_rows"))
 SAMPLES = tl.constexpr(PLAN_FORMAT.word_of("samples"))
 PAGE_DELTAS = tl.constexpr(PLAN_FORMAT.word_of("page_deltas"))
 REQUEST_WIDTH = tl.constexpr(RequestColumns.width)
@@ -116,18 +115,6 @@ def pad_kernel(words_ptr, tokens_ptr, positions_ptr, pages_ptr, UPTO: tl.constex
     tl.store(tokens_ptr + i, zero, mask=padding)
     tl.store(positions_ptr + i, zero, mask=padding)
     tl.store(pages_ptr + i, zero, mask=padding)
-
-
-@triton.jit
-def logit_rows_kernel(words_ptr, rows_ptr, UPTO: tl.constexpr, BLOCK: tl.constexpr):
-    """rows int64 [UPTO]: the plan's logit rows where decode rows lie before prefill rows, then row 0 again and again."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = i < tl.load(words_ptr + LOGIT_ROWS + 1)
-    doff = tl.load(words_ptr + DOFF)
-    decodes = tl.load(words_ptr + REQUESTS + 1) - tl.load(words_ptr + PREFILLS)
-    row = tl.load(words_ptr + tl.load(words_ptr + LOGIT_ROWS) + i, mask=live, other=0)
-    moved = tl.where(row < doff, row + decodes, row - doff)
-    tl.store(rows_ptr + i, tl.where(live, moved, 0).to(tl.int64), mask=i < UPTO)
 
 
 @triton.jit

@@ -113,7 +113,7 @@ class CudaParts:
                 captured=self.captured, side=side,
             )  # fmt: skip
             mixed = MixedGraphs(
-                decoder, inputs, attention, head, state, graphs.logits, row_buckets(self.rows) if buckets is None else (),
+                decoder, inputs, attention, state, row_buckets(self.rows) if buckets is None else (),
                 captured=self.captured,
             )  # fmt: skip
             return CudaExecutor(decoder, table, sampler, inputs, attention, head, graphs, mixed)
