@@ -29,7 +29,7 @@ from loraplex.ops.triton_captured import CapturedOps
 from loraplex.ops.triton_ops import TritonState
 from loraplex.ops.worklist import Phase
 
-BUCKETS: Final = (32, 64, 96, 128, 160, 192, 224, 256, 288, 320, 384, 512, 576, 640, 768, 896, 1024)
+BUCKETS: Final = (32, 64, 96, 128, 160, 192, 224, 256, 288, 320, 384, 432, 512, 576, 640, 768, 896, 1024)
 """Rows. Left out are those at which GEMMs take as long as at the next one, or longer."""
 MOST_PREFILLS: Final = 64
 """Prefill requests of a captured step."""
