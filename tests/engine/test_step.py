@@ -7,8 +7,15 @@ import pytest
 from tests.engine.rig import VOCAB, Rig, both_depths
 from tests.prompts import prompt
 
-from loraplex.core.events import AdapterTransition, PlanDiscarded, RequestPreempted, StepFailed
+from loraplex.core.events import (
+    AdapterTransition,
+    IterationCompleted,
+    PlanDiscarded,
+    RequestPreempted,
+    StepFailed,
+)
 from loraplex.core.messages import Abort, Finish, RemoveAdapter
+from loraplex.schedule.select import MixedBound
 
 
 @both_depths
@@ -28,6 +35,20 @@ def test_mixed_adapters_and_chunked_prefill(depth: int) -> None:
         rig.submit(f"r{index}", prompt(3 + 4 * index, index), "abc"[index % 3] if index % 4 else None)
     rig.run()
     rig.assert_answered(*rig.prompts)
+
+
+@both_depths
+def test_prefill_beside_decode_is_bounded_and_alone_is_not(depth: int) -> None:
+    rig = Rig(depth=depth, token_budget=16, mixed=MixedBound(2, 1))
+    rig.submit("first", prompt(0, 12), max_tokens=20)
+    for _ in range(4):
+        rig.step()
+    rig.submit("second", prompt(1, 12))
+    rig.run()
+    rig.assert_answered("first", "second")
+    done = [e for e in rig.log.events if isinstance(e, IterationCompleted)]
+    assert max(e.prefill_rows for e in done if not e.decode_rows) == 12
+    assert [e.prefill_rows for e in done if e.decode_rows and e.prefill_rows] == [3, 3, 3, 3]
 
 
 @both_depths

@@ -79,8 +79,6 @@ def _http_traffic(
     seconds: float,
     json: Path | None,
 ) -> None:
-    import sys
-
     from loraplex.bench.http_traffic import HttpOptions, cases_of, run_traffic
     from loraplex.bench.traffic import HEAD, line
 
@@ -90,11 +88,10 @@ def _http_traffic(
         )
     if model is None and device == "cpu":
         model = _demo_model()
-    rows = run_traffic(
-        HttpOptions(model, device, dtype, seconds=seconds),
-        cases_of(device, only, text),
-        lambda text: print(text, file=sys.stderr, flush=True),
-    )
+    with activity() as tell:
+        rows = run_traffic(
+            HttpOptions(model, device, dtype, seconds=seconds), cases_of(device, only, text), tell
+        )
     for text_line in (HEAD, *(line(figures) for figures in rows)):
         print(text_line)
     if json is not None:
