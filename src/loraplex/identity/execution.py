@@ -11,7 +11,6 @@ Specification: 0x08E, 0x08H; rulings "Identity", "KV compatibility".
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import StrEnum
 from itertools import pairwise
 from typing import Final
 
@@ -87,15 +86,6 @@ def check_history(history: History) -> None:
 def execution_at(history: History, position: int) -> str:
     """The execution under which the row at `position` is made."""
     return next(interval.execution for interval in reversed(history) if interval.start <= position)
-
-
-class Reused(StrEnum):
-    """What one request could take from another; each has an equality of its own (0x08D)."""
-
-    KV = "kv"
-    HIDDEN = "hidden state"
-    LOGITS = "logits"
-    SAMPLING = "sampled continuation"
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

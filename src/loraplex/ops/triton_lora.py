@@ -196,12 +196,6 @@ class LoraStep:
             self.room.z_rows * z_splits * self.tuning.rank_tile, dtype=torch.float32, device=device
         )
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the buffers of this phase."""
-        tensors = (self.head, self.meta, self.shrink_records, self.expand_records, self.z)
-        return sum(t.numel() * t.element_size() for t in tensors)
-
     def send(self, packed: torch.Tensor) -> None:
         """Copy a work list (int32, host, pinned if it is to be asynchronous) into the static buffer."""
         if packed.dtype is not torch.int32 or packed.numel() > self.head.numel():
