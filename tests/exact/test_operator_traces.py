@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -15,12 +16,12 @@ from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import Module
 from loraplex.core.plan import BatchPlan
 from loraplex.ops.dispatch import FAMILIES
-from loraplex.ops.exact import ExactModule, ExactOps, Matrix, ScalePlacement
+from loraplex.ops.exact import ExactModule, ExactOps, Matrix
 from loraplex.ops.interface import ModuleDims
 from loraplex.ops.ledger import branch_bytes, factor_bytes, iteration_ledger, rank_ledger
 from loraplex.ops.stacked import StackedOps
 from loraplex.ops.table import AdapterTable
-from loraplex.schedule.packing import group_rows, run_boundaries, sentinel_groups
+from loraplex.schedule.packing import group_rows, run_boundaries
 
 O = Module.O  # noqa: E741 - the module of both fixtures
 DIMS_02 = ModuleDims(1, {O: (4, 3)})
@@ -81,11 +82,11 @@ def test_five_coordinates_and_both_encodings() -> None:
     assert plan.group_rows.tolist() == [0, 2, 6, 1, 4, 5]
     assert plan.group_offsets.tolist() == [0, 3, 6]
     assert plan.group_adapters.tolist() == [1, 2]
-    rows, ids, counts, starts = sentinel_groups(worked.ADAPTER_IDS_02)
-    assert rows.tolist() == [3, 7, 0, 2, 6, 1, 4, 5]
-    assert (ids.tolist(), counts.tolist(), starts.tolist()) == ([-1, 1, 2], [2, 3, 3], [0, 2, 5, 8])
+    rows, ids, counts, starts = worked.with_sentinel(worked.ADAPTER_IDS_02)
+    assert rows == [3, 7, 0, 2, 6, 1, 4, 5]
+    assert (ids, counts, starts) == ([-1, 1, 2], [2, 3, 3], [0, 2, 5, 8])
     # Dropping the sentinel group of the second encoding gives the first.
-    assert rows[counts[0] :].tolist() == plan.group_rows.tolist()
+    assert rows[counts[0] :] == plan.group_rows.tolist()
     # Rows 0, 2 and 6 share adapter 1, yet row 6 belongs to another request.
     assert [worked.OWNERS_02[r] for r in plan.group_rows[:3].tolist()] == ["req-a", "req-a", "req-e"]
 
@@ -122,14 +123,14 @@ def test_every_family_gives_the_printed_output_in_both_realizations(family: str,
     assert scattered == worked.Y_02
 
 
-@pytest.mark.parametrize("placement", list(ScalePlacement))
-def test_scale_placement_does_not_change_the_function(placement: ScalePlacement) -> None:
-    placed = {slot: m.placed(placement) for slot, m in worked.FACTORS_02.items()}
+@pytest.mark.parametrize("place", [lambda module: module, worked.scale_in_a, worked.scale_in_b])
+def test_scale_placement_does_not_change_the_function(place: Callable[[ExactModule], ExactModule]) -> None:
+    placed = {slot: place(m) for slot, m in worked.FACTORS_02.items()}
     plan = scheduler_order_plan_02()
     assert ExactOps(plan, worked.one_module(placed), DIMS_02).delta(worked.X_02, 0, O) == worked.DELTA_02
-    assert (placed[2].scale == 1) == (placement is not ScalePlacement.TABLE)
+    assert (placed[2].scale == 1) == (place in (worked.scale_in_a, worked.scale_in_b))
     folded = [placed[2].a != worked.FACTORS_02[2].a, placed[2].b != worked.FACTORS_02[2].b]
-    assert folded == [placement is ScalePlacement.FOLDED_A, placement is ScalePlacement.FOLDED_B]
+    assert folded == [place is worked.scale_in_a, place is worked.scale_in_b]
     y = tensor(zeros(8, 3))
     FAMILIES["indexed"](plan, table_of(placed, DIMS_02)).apply(y, tensor(worked.X_02), 0, (O,))
     assert exact(y) == worked.DELTA_02

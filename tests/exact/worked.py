@@ -8,6 +8,7 @@ value exactly.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from loraplex.core.ids import Module
 from loraplex.core.plan import BatchPlan
 from loraplex.ops.exact import ExactAdapter, ExactModule, Matrix
-from loraplex.schedule.packing import Work, build_plan
+from loraplex.schedule.packing import Work, build_plan, group_rows
 
 HALF = Fraction(1, 2)
 
@@ -116,3 +117,26 @@ def plan_of(requests: Sequence[tuple[int, int, bool]]) -> BatchPlan:
 def matmul(x: Matrix, w: Matrix) -> Matrix:
     """x W^T."""
     return [[sum((a * b for a, b in zip(row, out, strict=True)), Fraction(0)) for out in w] for row in x]
+
+
+def with_sentinel(row_adapters: np.ndarray) -> tuple[list[int], list[int], list[int], list[int]]:
+    """0x02D's second encoding of the shipped grouping: base rows lead as a group with id -1. Rows, ids, counts, starts."""
+    rows, offsets, adapters = group_rows(row_adapters)
+    base = np.flatnonzero(row_adapters == 0)
+    starts = np.concatenate([[0], offsets + base.size])
+    return (
+        [*base.tolist(), *rows.tolist()],
+        [-1, *adapters.tolist()],
+        np.diff(starts).tolist(),
+        starts.tolist(),
+    )
+
+
+def scale_in_a(module: ExactModule) -> ExactModule:
+    """0x02F: the same operator with its scale folded into A."""
+    return replace(module, a=[[module.scale * v for v in row] for row in module.a], scale=Fraction(1))
+
+
+def scale_in_b(module: ExactModule) -> ExactModule:
+    """0x02F: the same operator with its scale folded into B."""
+    return replace(module, b=[[module.scale * v for v in row] for row in module.b], scale=Fraction(1))

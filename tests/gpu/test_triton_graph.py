@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.ops.factor_lists import ModuleFactors, as_factors
+from tests.ops.factor_lists import ModuleFactors, write_slot
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
@@ -40,7 +40,7 @@ def world() -> tuple[FactorTable, torch.Tensor]:
                     places.append([(at, 0, rank)])
                     at += values.numel() * 2 + 64
                 entries.append(ModuleFactors(layer, module, rank, 0.5, *places))
-        table.write(slot, as_factors(entries))
+        write_slot(table, slot, entries)
     return table, pool
 
 

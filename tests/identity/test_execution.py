@@ -14,27 +14,20 @@ from loraplex.identity.closure import (
     Node,
     Part,
     Reach,
-    changes_hidden,
     changes_kv,
-    changes_logits,
+    first_reach,
     nodes_of,
     reach,
 )
 from loraplex.identity.digests import FACTOR_AXES, ModuleSpec, TensorRecord
 from loraplex.identity.execution import (
-    Function,
     History,
     Interval,
     adapter_execution,
     base_execution,
     check_history,
     execution_of,
-    hidden_compatible,
     history_of,
-    kv_compatible,
-    logits_compatible,
-    sampling_compatible,
-    shared_positions,
 )
 from loraplex.memory.prefix import PrefixIndex
 
@@ -84,7 +77,6 @@ def test_what_a_switch_reuses_of_four_tokens(before: History, after: History, ma
     for page, key in enumerate(keys(before), 1):
         parent = index.publish(parent, key, page, bytes.fromhex(BASE), launch=1)
     assert index.matched(keys(after)) == matched
-    assert shared_positions(before, after, len(TOKENS)) == matched
 
 
 def test_equal_suffixes_after_different_contexts_never_share() -> None:
@@ -175,11 +167,10 @@ def test_three_depths_of_change() -> None:
         [Node(0, Module.Q, Part.FACTORS)],
     )
     assert [changes_kv(n, LAYERS) for n in (head, last_q, first_q)] == [False, False, True]
-    assert [changes_hidden(n, LAYERS) for n in (head, last_q, first_q)] == [False, True, True]
-    assert all(changes_logits(n) for n in (head, last_q, first_q))
+    reached = [first_reach(n, LAYERS) for n in (head, last_q, first_q)]
+    assert reached == [Reach.LOGITS, Reach.HIDDEN, Reach.LATER_LAYERS]
     assert not changes_kv([], LAYERS)
-    assert not changes_hidden([], LAYERS)
-    assert not changes_logits([])
+    assert first_reach([], LAYERS) is None
 
 
 def spec(name: str, target: str, role: str = "A") -> ModuleSpec:
@@ -207,22 +198,14 @@ def test_modules_of_an_artifact_become_nodes() -> None:
     assert [node.part for node in nodes_of([spec("lm_head", "lm_head", "magnitude")])] == [Part.OUTPUT_SCALE]
 
 
-def function(kv: History, hidden: str = BASE, logits: str = BASE, policy: str = BASE) -> Function:
-    return Function(kv=kv, hidden=hidden, logits=logits, policy=policy)
-
-
-def test_four_compatibilities_are_four_questions() -> None:
-    """0x08D: equal KV rows do not make equal logits, and equal logits do not make an equal continuation."""
-    base = function(PLAIN)
-    head = function(PLAIN, logits=A)
-    sampled = function(PLAIN, policy=digest("temperature 1"))
-    activated = function(invoked(A, 2), hidden=A, logits=A)
-    ask = (kv_compatible, hidden_compatible, logits_compatible, sampling_compatible)
-    assert [q(base, base, 4) for q in ask] == [True, True, True, True]
-    assert [q(base, sampled, 4) for q in ask] == [True, True, True, False]
-    assert [q(base, head, 4) for q in ask] == [True, True, False, False]
-    assert [q(base, activated, 2) for q in ask] == [True, False, False, False]
-    assert not kv_compatible(base, activated, 3)
+def test_equal_kv_rows_make_neither_equal_hidden_states_nor_equal_logits() -> None:
+    """0x08D: what two requests share is a question for each object; only KV rows are ever shared."""
+    head, last_q = spec("lm_head", "lm_head"), spec("model.layers.3.self_attn.q_proj", "q")
+    for module, reached in ((head, Reach.LOGITS), (last_q, Reach.HIDDEN)):
+        assert keys(history_of(BASE, execution_of(BASE, A, [module], LAYERS))) == keys(PLAIN)
+        assert first_reach(nodes_of([module]), LAYERS) is reached
+    activated = keys(invoked(A, 2))
+    assert (activated[:2], activated[2] == keys(PLAIN)[2]) == (keys(PLAIN)[:2], False)
 
 
 GOOD = adapter_execution(A)

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.identity.canonical import digest
 from loraplex.identity.digests import (
     ArtifactIdentity,
     BaseAbi,
@@ -17,7 +16,6 @@ from loraplex.identity.digests import (
     TensorRecord,
     invocation_policy,
     semantic_abi,
-    weights_digest,
 )
 from loraplex.identity.kernel import A_AXES, B_AXES, RANK_ROWS, KernelAbi, LocalLayout, Packing, check_shards
 from loraplex.identity.manifest import AdapterManifest, adapter_manifest, check_adapter_manifest, ledger_of
@@ -86,7 +84,6 @@ BROKEN: dict[str, tuple[Callable[[], object], str]] = {
     "tensor axes": (lambda: tensor(A, axes=("rank",)).value(), "but the axes"),
     "tensor digest": (lambda: tensor(A, sha256="x").value(), "64 hexadecimal characters"),
     "base digest": (lambda: BaseAbi(D, D, D, D.upper()).digest, "target_map"),
-    "weights twice": (lambda: weights_digest([("w", A), ("w", B)]), "occurs twice"),
     "no tensors": (spec(tensors=()), "expected each once"),
     "tensors unsorted": (spec(tensors=(B, A)), "expected each once"),
     "tensors twice": (spec(tensors=(A, A, B)), "expected each once"),
@@ -152,12 +149,6 @@ def test_row_parallel_and_replicated_shards_are_whole() -> None:
     with pytest.raises(InternalFault) as caught:  # the first shard twice: half of each update is in neither
         check_shards([kernel(r, layouts=(rows[0], halves[0])) for r in (0, 1)], (SPEC, OTHER))
     assert caught.value.code is ErrorCode.IDENTITY_INVALID
-
-
-def test_weights_have_one_digest_whatever_their_order() -> None:
-    assert weights_digest([("a", A), ("b", B)]) == weights_digest([("b", B), ("a", A)])
-    assert weights_digest([("a", A), ("b", B)]) != weights_digest([("a", B), ("b", A)])
-    assert len(digest({})) == 64
 
 
 @pytest.mark.parametrize(

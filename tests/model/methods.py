@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from tests.model.drive import Driver, Request, logits_of
+from tests.model.resident_base import BaseWeights
 from tests.model.tiny import VOCAB, decoder, reference, save
 from tests.sections import adapters
 
@@ -22,7 +23,6 @@ from loraplex.artifact.record import Artifact
 from loraplex.artifact.tensors import Dtype
 from loraplex.build.base_model import base_modules
 from loraplex.core.layout import AdapterImage, Geometry, PageGeometry
-from loraplex.model.base_values import BaseWeights
 from loraplex.model.decoder import Decoder
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -11,6 +11,7 @@ from tests.engine.rig import sampling
 from tests.model.drive import Images, logits_of
 from tests.model.tiny import VOCAB, reference
 from tests.model.tuned import CONFIGS, image, tuned
+from tests.port_doubles import EventLog, MemoryMailbox
 from tests.prompts import prompt
 
 from loraplex.core.events import AdapterTransition, Event, RequestPreempted
@@ -20,7 +21,7 @@ from loraplex.engine.sizes import EngineLimits
 from loraplex.engine.step import Engine
 from loraplex.model.decoder import Decoder
 from loraplex.model.runner import ModelRunner, allocate_pool
-from loraplex.sim.world import EventLog, MemoryMailbox, VirtualClock
+from loraplex.sim.world import VirtualClock
 
 
 class Rig:

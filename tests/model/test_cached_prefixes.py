@@ -16,6 +16,7 @@ import peft
 import pytest
 import torch
 from tests.engine.rig import BASE, CACHE, sampling
+from tests.model.resident_base import BaseWeights
 from tests.model.rig import Rig
 from tests.model.tiny import VOCAB, reference, save
 from tests.model.tuned import ALL, image
@@ -31,7 +32,6 @@ from loraplex.identity.cache import KeyChain, cache_root
 from loraplex.identity.canonical import digest
 from loraplex.identity.closure import GRAPH_REVISION
 from loraplex.identity.execution import base_execution, execution_of, history_of
-from loraplex.model.base_values import BaseWeights
 from loraplex.model.decoder import Decoder
 
 TIE = 1e-4

@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import torch
 from tests.model.drive import Driver
+from tests.model.resident_base import BaseWeights
 from tests.model.tiny import reference, save
 from tests.sections import adapters
 
@@ -18,7 +19,6 @@ from loraplex.artifact.read_artifact import load_adapter
 from loraplex.artifact.tensors import Dtype
 from loraplex.build.base_model import base_modules
 from loraplex.core.layout import AdapterImage, Geometry, PageGeometry
-from loraplex.model.base_values import BaseWeights
 from loraplex.model.decoder import Decoder
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

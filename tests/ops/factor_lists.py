@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from loraplex.ops.factor_entry import Factors
+from loraplex.ops.factor_table import FactorTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +38,10 @@ def as_factors(entries: Sequence[ModuleFactors]) -> Factors:
         extents=np.array(extents, dtype=np.int64).reshape(-1, 3),
         vectors=np.array([(e.g, e.c, e.h) for e in entries], dtype=np.int64).reshape(-1, 3),
     )
+
+
+def write_slot(table: FactorTable, slot: int, entries: Sequence[ModuleFactors]) -> None:
+    """Fill an empty slot at once, as an install and the next step do one after the other."""
+    entry = table._entry(as_factors(entries))
+    table._settle(slot, entry)
+    table._send_entry(slot, entry)

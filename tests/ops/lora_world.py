@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from tests.ops.factor_lists import ModuleFactors, as_factors
+from tests.ops.factor_lists import ModuleFactors, write_slot
 
 from loraplex.ops import worklist
 from loraplex.ops.factor_table import FactorTable
@@ -48,7 +48,7 @@ class World:
             ]
         self.pool = self.pool.to(DEVICE)
         for slot, made in entries.items():
-            self.table.write(slot, as_factors(made))
+            write_slot(self.table, slot, made)
 
     def _put(self, values: torch.Tensor, rows_per_extent: int) -> list[tuple[int, int, int]]:
         extents = []

@@ -18,7 +18,7 @@ def test_room_that_neighbours_give_back_serves_a_larger_one() -> None:
     for slot in (1, 2, 3):
         assert table._take(slot, 4) == 4 * (slot - 1)
     for slot in (2, 1, 3):
-        table.clear(slot)
+        table.emptied(slot)
     assert table._take(4, 12) == 0
 
 

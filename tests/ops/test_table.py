@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from tests.ops.build import Adapter, make_image, make_plan, make_world, random_adapter
+from tests.ops.build import Adapter, holds_image, make_image, make_plan, make_world, random_adapter
 from tests.sections import changed
 
 from loraplex.core.errors import ErrorCode, InternalFault
@@ -130,9 +130,9 @@ def test_checksums_equal_those_of_the_host_bytes_and_see_a_single_bit() -> None:
     pages = pages_of(made)
     for index, page in enumerate(pages):
         t.copy_page(page, made, index)
-    assert t.verify_pages(made, pages)
+    assert holds_image(t, made, pages)
     t.pool[pages[-1], 17] ^= 4
-    assert not t.verify_pages(made, pages)
+    assert not holds_image(t, made, pages)
 
 
 def test_views_are_windows_into_the_pool() -> None:

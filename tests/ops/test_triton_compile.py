@@ -20,7 +20,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from loraplex.ops import triton_kernels as kernels
-from loraplex.ops.triton_lora import compile_plan
+from tests.ops.compile_ahead import compile_plan
 from loraplex.ops.worklist import Phase
 
 target = GPUTarget("cuda", 90, 32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from tests.ops.factor_lists import ModuleFactors, as_factors
+from tests.ops.factor_lists import ModuleFactors, write_slot
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
@@ -106,11 +106,11 @@ def test_one_pair_of_launches_serves_another_mix_without_new_buffers() -> None:
 def test_refusals() -> None:
     world = World({1: 8})
     with pytest.raises(InternalFault, match="extents cover"):
-        world.table.write(1, as_factors([ModuleFactors(0, 0, 8, 1.0, [(0, 0, 7)], [(0, 0, 8)])]))
+        write_slot(world.table, 1, [ModuleFactors(0, 0, 8, 1.0, [(0, 0, 7)], [(0, 0, 8)])])
     with pytest.raises(InternalFault, match="16-byte"):
-        world.table.write(1, as_factors([ModuleFactors(0, 0, 8, 1.0, [(4, 0, 8)], [(0, 0, 8)])]))
+        write_slot(world.table, 1, [ModuleFactors(0, 0, 8, 1.0, [(4, 0, 8)], [(0, 0, 8)])])
     with pytest.raises(InternalFault, match="rank must be"):
-        world.table.write(1, as_factors([ModuleFactors(0, 0, 513, 1.0)]))
+        write_slot(world.table, 1, [ModuleFactors(0, 0, 513, 1.0)])
     step = LoraStep(world.table, world.pool, world.dtype, Phase.DECODE, rows=2, max_rank=16, tuning=SMALL)
     with pytest.raises(InternalFault, match="there is room for"):
         step.prepare(world.work([1] * 40, 0, step))

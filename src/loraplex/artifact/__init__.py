@@ -1,1 +1,1 @@
-"""PEFT checkpoints: read, verify, convert to the kernel layout, export."""
+"""PEFT checkpoints: read, verify, identify, convert to the kernel layout."""

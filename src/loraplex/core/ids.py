@@ -1,35 +1,20 @@
-"""Identifiers and generations, each with a type of its own.
+"""Modules, the base's slot, and the kinds of generation that records tell apart.
 
-Generations are not one counter (0x01G "Generations are a vector"): each namespace advances for a reason of its own,
-and comparing two different ones is an error, at type-check time and at run time.
+Generations are not one counter (0x01G "Generations are a vector"): each namespace advances for a reason of its own.
+In records each has a type, and comparing two is an error, at type-check time and at run time; plans and the engine hold
+plain integers, in a column or attribute for each.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NewType, Self
+from typing import Final, Self
 
 from loraplex.core.errors import ErrorCode, InternalFault
 
-RequestId = NewType("RequestId", str)
-"""Names one request attempt for its whole life; chosen by the client process."""
-
-AdapterKey = NewType("AdapterKey", str)
-"""Hexadecimal digest of an adapter's semantic ABI; what the engine calls an adapter."""
-
-RequestSlot = NewType("RequestSlot", int)
-"""Index of a running request in the struct-of-arrays state, stable while it runs."""
-
-AdapterSlot = NewType("AdapterSlot", int)
-"""Index into the row-table directory of resident adapters; 0 is the base (no adapter)."""
-
-BASE_SLOT = AdapterSlot(0)
-
-PageId = NewType("PageId", int)
-"""Index of a page in the pool; 0 is the null page."""
-
-NULL_PAGE = PageId(0)
+BASE_SLOT: Final = 0
+"""Of the slots of resident adapters: the base, no adapter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-# Plan
-MAX_PLAN_BYTES_DECODE_256: Final = 64 * 1024
-
 # Sampling
 MAX_LOGPROBS: Final = 20
 MAX_LOGIT_BIAS: Final = 300
@@ -26,7 +23,6 @@ MAX_REPETITION_PENALTY: Final = 100.0
 
 # Adapters
 MAX_RANK: Final = 512
-MAX_ADAPTER_SLOTS: Final = 4096
 MAX_ADAPTER_BYTES: Final = 16 << 30
 MAX_ADAPTER_TENSORS: Final = 16_384
 """Five times what PEFT writes for 126 layers of seven linears with DoRA."""
@@ -116,9 +112,6 @@ MIXED_ROWS_MULTIPLE_CUDA: Final = 128
 """Rows of a tile of the GEMMs."""
 GROWTH_HORIZON_TOKENS: Final = 64
 MAX_WAITING_REQUESTS: Final = 8192
-
-# Requests
-MAX_REQUEST_ID_CHARS: Final = 128
 
 # Transport
 PAUSE_MS: Final = 2

@@ -23,7 +23,6 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
-    ABORT = "abort"
 
 
 def _refuse(param: str, value: object, expectation: str) -> CallerError:
@@ -147,8 +146,3 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the highest logit is taken."""
         return self.temperature == 0.0
-
-    @property
-    def uses_penalties(self) -> bool:
-        """Whether token counts influence logits."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -33,11 +33,6 @@ def digest_words(kernel_digest: str) -> I32:
     return np.frombuffer(bytes.fromhex(kernel_digest), dtype="<i4").astype(np.int32)
 
 
-def digest_from_words(words: I32) -> str:
-    """The hexadecimal digest that `digest_words` packed."""
-    return words.astype("<i4").tobytes().hex()
-
-
 class PendingDeltas:
     """Deltas for the next plan, in order."""
 

@@ -178,11 +178,6 @@ class EngineState:
         return self.flights[-1].plan.generation if self.flights else 0
 
     @property
-    def copy_fence(self) -> int:
-        """Newest launch whose pages a copy may overwrite."""
-        return self.launched if self.limits.copies_on_compute_stream else self.committed
-
-    @property
     def busy(self) -> bool:
         """Whether a step has anything to do without a new message."""
         return bool(

@@ -136,7 +136,3 @@ def prefix_identity(root: bytes, history: History, prompt_tokens: bytes, side_in
             "side_inputs_sha256": check_digest("side_inputs", side_inputs),
         }
     )
-
-
-NO_SIDE_INPUTS: Final = digest({"side_inputs": []})
-"""Side inputs of a request that has tokens only."""

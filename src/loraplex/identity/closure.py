@@ -119,14 +119,3 @@ def changes_kv(nodes: Iterable[Node], layers: int) -> bool:
     """Whether a change of `nodes` can change any KV row."""
     first = first_reach(nodes, layers)
     return first is not None and first <= Reach.LATER_LAYERS
-
-
-def changes_hidden(nodes: Iterable[Node], layers: int) -> bool:
-    """Whether a change of `nodes` can change the final hidden state."""
-    first = first_reach(nodes, layers)
-    return first is not None and first <= Reach.HIDDEN
-
-
-def changes_logits(nodes: Iterable[Node]) -> bool:
-    """Whether a change of `nodes` can change a logit: any change can."""
-    return any(True for _ in nodes)

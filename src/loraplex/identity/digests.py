@@ -8,7 +8,7 @@ Specification: 0x01G; rulings "Identity".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -56,15 +56,6 @@ class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "shape": self.shape,
             "sha256": check_digest(self.role, self.sha256),
         }
-
-
-def weights_digest(tensors: Iterable[tuple[str, TensorRecord]]) -> str:
-    """Digest of a set of named tensors, whatever order and files they came in."""
-    pairs = sorted(tensors, key=lambda pair: pair[0])
-    names = [name for name, _ in pairs]
-    if len(set(names)) != len(names):
-        raise invalid("a tensor name occurs twice")
-    return digest([[name, record.value()] for name, record in pairs])
 
 
 class BaseAbi(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

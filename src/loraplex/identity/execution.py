@@ -10,8 +10,7 @@ Specification: 0x08E, 0x08H; rulings "Identity", "KV compatibility".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from enum import StrEnum
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Final
 
@@ -87,58 +86,3 @@ def check_history(history: History) -> None:
 def execution_at(history: History, position: int) -> str:
     """The execution under which the row at `position` is made."""
     return next(interval.execution for interval in reversed(history) if interval.start <= position)
-
-
-class Reused(StrEnum):
-    """What one request could take from another; each has an equality of its own (0x08D)."""
-
-    KV = "kv"
-    HIDDEN = "hidden state"
-    LOGITS = "logits"
-    SAMPLING = "sampled continuation"
-
-
-class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request computes, at the four depths at which it could be compared. Digests.
-
-    kv: history of its KV rows. hidden: execution that the final hidden states see. logits: the semantic ABI, or the base
-    ABI without an adapter. policy: digest of the sampling parameters, seed included.
-    """
-
-    kv: History
-    hidden: str
-    logits: str
-    policy: str
-
-
-def kv_compatible(one: Function, other: Function, positions: int) -> bool:
-    """Whether the first `positions` KV rows of equal tokens are equal."""
-    return _upto(one.kv, positions) == _upto(other.kv, positions)
-
-
-def hidden_compatible(one: Function, other: Function, positions: int) -> bool:
-    """Whether final hidden states of the first `positions` equal tokens are equal."""
-    return kv_compatible(one, other, positions) and one.hidden == other.hidden
-
-
-def logits_compatible(one: Function, other: Function, positions: int) -> bool:
-    """Whether logits at the first `positions` equal tokens are equal."""
-    return hidden_compatible(one, other, positions) and one.logits == other.logits
-
-
-def sampling_compatible(one: Function, other: Function, positions: int) -> bool:
-    """Whether a continuation of `positions` equal tokens is drawn from equal logits by an equal policy."""
-    return logits_compatible(one, other, positions) and one.policy == other.policy
-
-
-def shared_positions(one: History, other: History, matching: int) -> int:
-    """How many of `matching` equal leading tokens have equal KV rows under both histories (0x08J)."""
-    starts = sorted({i.start for i in (*one, *other) if i.start < matching})
-    for start in starts:
-        if execution_at(one, start) != execution_at(other, start):
-            return start
-    return matching
-
-
-def _upto(history: Sequence[Interval], positions: int) -> tuple[Interval, ...]:
-    return tuple(interval for interval in history if interval.start < positions)

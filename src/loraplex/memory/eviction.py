@@ -54,7 +54,6 @@ def evictable(entry: AdapterEntry, completed_launch: int) -> bool:
         unused
         and entry.refcount == 0
         and entry.pin_count == 0
-        and entry.queued_reservations == 0
         and entry.inflight_events == 0
         and entry.last_plan <= completed_launch
         and entry.host_source_verified

@@ -47,17 +47,6 @@ class PageCounts:
         """Whether the states add up to the pool (0x05A)."""
         return self.free + self.reserved + self.adapter + self.kv + self.prefix == self.total
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the pool."""
-        return self.total * self.page_bytes
-
-    @property
-    def bytes_by_state(self) -> dict[str, int]:
-        """The same ledger in bytes; its values add up to `total_bytes` where the pages are conserved."""
-        names = ("free", "reserved", "adapter", "kv", "prefix")
-        return {name: getattr(self, name) * self.page_bytes for name in names}
-
 
 class WholePages(Protocol):
     """What slabs ask of the pool that their pages are from; `pages.PagePool` says what each call does."""

@@ -55,10 +55,6 @@ class Demand:
         """Pages that must be free or reclaimable."""
         return self.owned + self.guard
 
-    def required_bytes(self, page_bytes: int) -> int:
-        """The same in bytes."""
-        return self.required * page_bytes
-
 
 def admissible(demand: Demand, free: int, reclaimable: int) -> bool:
     """The joint admission inequality of 0x05C: necessary, not sufficient."""

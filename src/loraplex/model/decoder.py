@@ -25,7 +25,6 @@ from loraplex.ops.interface import AdapterOps, RowSet
 
 _QKV = (Module.Q, Module.K, Module.V)
 _GATE_UP = (Module.GATE, Module.UP)
-Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class Decoder:

@@ -3,14 +3,13 @@
 Slow on purpose and free of tensors; all other families are compared with it. It takes the same plan and speaks the same
 interface, with lists of `Fraction` where the others have tensors. It never rounds.
 
-Specification: 0x02E (shrink, expand, scatter), 0x02F (scale placement), 0x06B (ledgers), 0x06C.
+Specification: 0x02E (shrink, expand, scatter), 0x06B (ledgers), 0x06C.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from fractions import Fraction
 
 import numpy as np
@@ -25,15 +24,6 @@ from loraplex.ops.table import Piece, ResidentAdapter
 
 Vector = list[Fraction]
 Matrix = list[Vector]
-
-
-class ScalePlacement(StrEnum):
-    """Where the semantic scale s lives (0x02F). Equal in exact arithmetic, different objects everywhere else."""
-
-    TABLE = "table"
-    """A float32 in the row table, applied by the expand: what our kernels do."""
-    FOLDED_A = "folded_a"
-    FOLDED_B = "folded_b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +41,6 @@ class ExactModule:
     def rank(self) -> int:
         """Logical rank."""
         return len(self.a)
-
-    def placed(self, placement: ScalePlacement) -> ExactModule:
-        """The same operator with its scale elsewhere (0x02F)."""
-        match placement:
-            case ScalePlacement.TABLE:
-                return self
-            case ScalePlacement.FOLDED_A:
-                return replace(self, a=[[self.scale * v for v in row] for row in self.a], scale=Fraction(1))
-            case ScalePlacement.FOLDED_B:
-                return replace(self, b=[[self.scale * v for v in row] for row in self.b], scale=Fraction(1))
 
     def padded(self, physical_rank: int) -> ExactModule:
         """The same operator at a physical rank, both tails zero (0x06A); raises `operator_rank_unsupported`."""

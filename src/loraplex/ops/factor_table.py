@@ -106,14 +106,6 @@ class FactorTable:
                 self._zero(slot)
             self.generations[slot] = table.published[slot]
 
-    def write(self, slot: int, factors: Factors) -> None:
-        """Fill an empty slot at once, in room that is taken now. Enqueued on the current stream, so launches that are
-        enqueued later see all of it."""
-        self._check_slot(slot)
-        entry = self._entry(factors)
-        self._settle(slot, entry)
-        self._send_entry(slot, entry)
-
     def _entry(self, factors: Factors) -> SlotEntry:
         return make_entry(factors, self.layers, self.itemsize, self._widths)
 
@@ -145,11 +137,6 @@ class FactorTable:
             part.numpy()[:] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
             target.copy_(part.view(target.dtype).view(target.shape), non_blocking=True)
             at += values.nbytes
-
-    def clear(self, slot: int) -> None:
-        """Empty a slot: rank 0 everywhere, so that a stale launch adds nothing. The slot may be empty already."""
-        self._zero(slot)
-        self.emptied(slot)
 
     def _zero(self, slot: int) -> None:
         self._check_slot(slot)

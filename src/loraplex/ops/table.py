@@ -360,11 +360,6 @@ class AdapterTable:
         ]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=self.pool.device)
 
-    def verify_pages(self, image: AdapterImage, page_ids: Sequence[int] | I32) -> bool:
-        """Whether the device's bytes of all pages equal the image's; waits for the device."""
-        expected = torch.from_numpy(image.checksums)
-        return bool(torch.equal(self.checksums(page_ids).cpu(), expected))
-
     def _resident(self, tables: CheckedImage, pages: I64, offset: int) -> ResidentAdapter:
         extents = np.empty((len(tables.extents), EXTENT_WORDS), dtype=np.int64)
         extents[:, 0] = pages[tables.extents[:, PAGE]] * self.page_bytes + offset + tables.extents[:, OFFSET]

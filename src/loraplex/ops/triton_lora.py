@@ -196,12 +196,6 @@ class LoraStep:
             self.room.z_rows * z_splits * self.tuning.rank_tile, dtype=torch.float32, device=device
         )
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of the buffers of this phase."""
-        tensors = (self.head, self.meta, self.shrink_records, self.expand_records, self.z)
-        return sum(t.numel() * t.element_size() for t in tensors)
-
     def send(self, packed: torch.Tensor) -> None:
         """Copy a work list (int32, host, pinned if it is to be asynchronous) into the static buffer."""
         if packed.dtype is not torch.int32 or packed.numel() > self.head.numel():
@@ -284,64 +278,6 @@ def shrink_expand(y: torch.Tensor, x: torch.Tensor, step: LoraStep, layer: int, 
     """y[rows, slices] = g * (y + s (x A^T) B^T) + c for the adapter rows of the step; other rows keep their bits."""
     step.shrink(x, layer, group)
     step.expand(y, layer, group)
-
-
-_POINTERS: Final = {
-    "x_ptr": "t", "y_ptr": "t", "pool_ptr": "t", "pool32_ptr": "fp32", "z_ptr": "fp32", "address_ptr": "i64",
-    "record64_ptr": "i64", "shrink64_ptr": "i64", "expand64_ptr": "i64", "list_ptr": "i64", "vector_ptr": "i64",
-    "meta16_ptr": "i16", "blocks16_ptr": "i16",
-}  # fmt: skip
-_ELEMENTS: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-def compile_plan(
-    d_in: Sequence[int], d_out: Sequence[int], phase: Phase, dtype: torch.dtype, tuning: Tuning | None = None
-) -> list[tuple[Any, dict[str, str], dict[Any, Any], dict[str, Any]]]:
-    """(kernel, signature, constexprs, options) of every kernel that a model's shapes need, for compiling ahead."""
-    tuning = tuning or (DECODE if phase is Phase.DECODE else PREFILL)
-    chosen: dict[str, tuple[Any, dict[str, str], dict[Any, Any], dict[str, Any]]] = {}
-
-    def add(kernel: Any, values: dict[str, Any]) -> None:
-        options: dict[str, Any] = {
-            name: values.pop(name) for name in ("num_warps", "launch_pdl") if name in values
-        }
-        signature: dict[str, str] = {
-            name: "constexpr" if name in values
-            else ("*" + _POINTERS.get(name, "i32").replace("t", _ELEMENTS[dtype]) if name.endswith("_ptr") else "i32")
-            for name in kernel.arg_names
-        }  # fmt: skip
-        constants: dict[Any, Any] = {(kernel.arg_names.index(name),): value for name, value in values.items()}
-        chosen[f"{kernel.__name__}{sorted(values.items())}"] = (kernel, signature, constants, options)
-
-    bases = module_bases(capacity(phase, 64, 8, MAX_RANK, tuning).records)
-    add(
-        kernels.records_kernel,
-        {
-            "D_IN": tuple(d_in),
-            "BASES": bases,
-            "TILE": tuning.rank_tile,
-            "MAX_TILES": MAX_RANK // tuning.rank_tile,
-            "num_warps": 1,
-        },
-    )
-    for group, (first, _) in enumerate(GROUPS):
-        cut = chunks(d_in[first], tuning)
-        add(
-            kernels.shrink_kernel,
-            {
-                "COUNT_AT": HEAD_RECORDS + group,
-                **shrink_constants(d_in, group, cut, phase, tuning, interpreted=False),
-            },
-        )
-        add(
-            kernels.expand_kernel,
-            {
-                "FIRST_MODULE": first,
-                "WIDE_AT": HEAD_WIDE + group,
-                **expand_constants(d_out, group, cut, phase, tuning, interpreted=False),
-            },
-        )
-    return list(chosen.values())
 
 
 def group_index(modules: Sequence[int]) -> int:

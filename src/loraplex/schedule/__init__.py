@@ -1,1 +1,1 @@
-"""Predicates, cost vector, policies, fairness, prefetch and the batch planner (0x03, 0x09)."""
+"""Predicates, the waiting queue, the running table, selection of rows, the plan that they become (0x03, 0x09)."""

@@ -105,17 +105,6 @@ def group_rows(row_adapters: I32) -> tuple[I32, I32, I32]:
     return rows, offsets, adapters
 
 
-def sentinel_groups(row_adapters: I32) -> tuple[I32, I32, I32, I32]:
-    """The sentinel encoding of the same grouping (0x02D): base rows form a leading group with id -1.
-
-    row_adapters [T] -> rows [T], active ids [G], counts [G], starts [G + 1].
-    """
-    keys = np.where(row_adapters == 0, -1, row_adapters).astype(np.int32)
-    rows = np.argsort(keys, kind="stable").astype(np.int32)
-    starts, ids = run_boundaries(keys[rows])
-    return rows, ids, np.diff(starts).astype(np.int32), starts
-
-
 def build_plan(
     work: Work, *, generation: int, reference: int = NO_REFERENCE, deltas: Deltas | None = None
 ) -> BatchPlan:

@@ -9,7 +9,6 @@ Specification: 0x09A (clocks), 0x09B; rulings "The plan" (heads only).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -91,7 +90,3 @@ class WaitingQueue:
         """Ids of up to `count` live tickets near the front, the first one first; nothing is removed."""
         near = [t for t in self._heap[: 2 * count] if self._is_live(t)]
         return [t.request_id for t in sorted(near, key=lambda t: (t.priority, t.order))[:count]]
-
-    def waiting_ids(self) -> Iterator[str]:
-        """Ids of all waiting requests, in no order that matters."""
-        return iter(list(self._live))

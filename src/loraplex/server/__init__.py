@@ -1,3 +1,3 @@
-"""OpenAI-compatible HTTP front: wire types, text (tokenise, detokenise, stop strings), streaming,
-adapter administration and authentication. Talks to the engine by messages only.
+"""OpenAI-compatible HTTP front: wire types, streaming, adapter administration and
+authentication. Talks to the engine by messages only.
 """

@@ -278,5 +278,5 @@ class Checkers:
                 f"{state.pool.usable}",
             )
         for entry in state.adapters.values():
-            if entry.refcount or entry.revision_leases or entry.queued_reservations or entry.inflight_events:
+            if entry.refcount or entry.revision_leases or entry.inflight_events:
                 raise Wrong("leases", f"adapter {entry.key[:12]} is still held: {entry}")

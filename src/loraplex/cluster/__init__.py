@@ -1,1 +1,0 @@
-"""Several replicas: pure placement and routing decisions, and the one file that imports Ray."""

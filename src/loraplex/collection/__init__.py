@@ -1,1 +1,0 @@
-"""Joint compression of adapter collections (0x06G)."""

@@ -1,1 +1,0 @@
-"""Tensor parallelism: how base and adapter factors are cut over ranks (0x06F)."""
