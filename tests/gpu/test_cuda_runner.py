@@ -47,6 +47,7 @@ def test_a_sliding_window_follows_float32_on_the_cpu(captured: bool) -> None:
 
 def test_chunks_on_fa3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loraplex.model.cuda.flashinfer_attention.FA3_ROWS", 1)
+    monkeypatch.setattr("loraplex.model.cuda.mixed.MixedGraphs.bucket", lambda self, plan: 0)
     trio = Trio(head_dim=128, num_attention_heads=2, num_key_value_heads=1)
     requests = triples([50, 20])
     trio.follow([(0, 50)], requests)
