@@ -76,12 +76,13 @@ def _kind(recipe: Recipe) -> str:
     return name + (f" ({', '.join(extra)})" if extra else "")
 
 
-def _front_matter(recipe: Recipe) -> str:
-    """What a server reads of the card: how a conversation invokes the adapter."""
-    if not recipe.invocation:
-        return ""
-    text = json.dumps(recipe.invocation)
-    return f"---\nalora_invocation: {text}\nalora_chat_suffix: {text}\n---\n"
+def _front_matter(task: Task) -> str:
+    """What a server reads of the card: how calls are written, and how a conversation invokes the adapter."""
+    lines = ['tool_format: "hermes"'] if task.tools else []
+    if task.recipe.invocation:
+        text = json.dumps(task.recipe.invocation)
+        lines += [f"alora_invocation: {text}", f"alora_chat_suffix: {text}"]
+    return "\n".join(["---", *lines, "---", ""]) if lines else ""
 
 
 def _use(task: Task) -> str:
@@ -105,7 +106,7 @@ def write(task: Task, folder: Path, result: Result, minutes: float) -> None:
     weights = folder / "adapter_model.safetensors"
     prompt, base, adapted = (json.dumps(text, ensure_ascii=False) for text in result.example)
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    text = f"""{_front_matter(recipe)}# {task.name}: {task.title}
+    text = f"""{_front_matter(task)}# {task.name}: {task.title}
 
 An adapter for {config["base_model_name_or_path"]} (Apache-2.0, like the base).
 

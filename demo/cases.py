@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 ADAPTERS: Final = Path(__file__).parent / "adapters"
 HELDOUT_FILE: Final = "heldout.jsonl"
@@ -39,17 +39,21 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One prompt with its right answer, as messages of the OpenAI chat format."""
+    """One prompt with its right answer, as messages of the OpenAI chat format.
+
+    tools: what a server is given in place of the system message, which says the same.
+    """
 
     messages: tuple[Message, ...]
     expected: str
     checker: str
     max_tokens: int
+    tools: tuple[dict[str, Any], ...] = ()
 
     def bare(self) -> Case:
         """The same case without its system message: the adapter alone has to know the task."""
         kept = tuple(m for m in self.messages if m["role"] != "system")
-        return Case(kept, self.expected, self.checker, self.max_tokens)
+        return replace(self, messages=kept, tools=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,7 @@ class Task:
     max_tokens: int
     recipe: Recipe
     draw: Callable[[Random], Draft]
+    tools: tuple[dict[str, Any], ...] = ()
 
     def case(self, draft: Draft) -> Case:
         """The draft as a case, the instruction before its prompt or after its conversation."""
@@ -93,7 +98,7 @@ class Task:
             messages = (*draft.turns, instruction)
         else:
             messages = (instruction, {"role": "user", "content": draft.prompt})
-        return Case(messages, draft.answer, self.checker, self.max_tokens)
+        return Case(messages, draft.answer, self.checker, self.max_tokens, self.tools)
 
     def training_drafts(self, seed: int) -> Iterator[Draft]:
         """Endless training drafts; the same for the same seed."""
@@ -128,6 +133,7 @@ def write_heldout(task: Task, folder: Path) -> list[Case]:
             "expected": c.expected,
             "checker": c.checker,
             "max_tokens": c.max_tokens,
+            **({"tools": list(c.tools)} if c.tools else {}),
         }
         for c in cases
     )
@@ -139,7 +145,10 @@ def write_heldout(task: Task, folder: Path) -> list[Case]:
 def read_heldout(folder: Path) -> list[Case]:
     """Held-out cases of an adapter folder."""
     rows = [json.loads(line) for line in (folder / HELDOUT_FILE).read_text(encoding="utf-8").splitlines()]
-    return [Case(tuple(r["messages"]), r["expected"], r["checker"], r["max_tokens"]) for r in rows]
+    return [
+        Case(tuple(r["messages"]), r["expected"], r["checker"], r["max_tokens"], tuple(r.get("tools", ())))
+        for r in rows
+    ]
 
 
 def adapter_folders(root: Path = ADAPTERS) -> dict[str, Path]:

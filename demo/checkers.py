@@ -48,6 +48,14 @@ def json_value(answer: str, expected: str) -> bool:
         return False
 
 
+def call(answer: str, expected: str) -> bool:
+    """The expected call between its tags, or the expected text where that is none."""
+    want, got = _TAGGED.fullmatch(expected.strip()), _TAGGED.fullmatch(answer.strip())
+    if want is None or got is None:
+        return answer.strip() == expected
+    return json_value(got[1], want[1])
+
+
 def sqlite_rows(answer: str, expected: str) -> bool:
     """A query with the expected query's result on SHOPS different shops; order counts where ORDER BY is expected."""
     query = _without_fence(answer)
@@ -61,7 +69,9 @@ def sqlite_rows(answer: str, expected: str) -> bool:
     return True
 
 
+_TAGGED: Final = re.compile(r"<tool_call>\s*(\{.*\})\s*</tool_call>", re.DOTALL)
 CHECKERS: Final[dict[str, Callable[[str, str], bool]]] = {
+    "call": call,
     "exact": exact,
     "json": json_value,
     "label": label,
@@ -90,6 +100,8 @@ def is_inside(kind: str, answer: str, expected: str) -> bool:
             return words & LABELS == {expected.casefold()}
         case "json":
             return any(json_value(part, expected) for part in re.findall(r"\{[^{}]*\}", answer))
+        case "call" if tagged := _TAGGED.fullmatch(expected):
+            return any(json_value(part, tagged[1]) for part in re.findall(r"\{.*\}", answer))
         case "sqlite":
             return any(
                 sqlite_rows(part, expected) for part in re.findall(r"SELECT[^;`]*", answer, re.IGNORECASE)

@@ -100,17 +100,26 @@ def models_of(listing: dict[str, Any]) -> tuple[str, set[str]]:
 
 async def ask(client: httpx.AsyncClient, job: Job) -> tuple[str, int]:
     """(answer, completion tokens) from /v1/chat/completions, greedy."""
-    body = {
-        "model": job.model,
-        "messages": list(job.case.messages),
-        "temperature": 0,
-        "max_tokens": job.case.max_tokens,
-    }
+    body: dict[str, Any] = {"model": job.model, "temperature": 0, "max_tokens": job.case.max_tokens}
+    if job.case.tools:
+        body |= {"messages": list(job.case.bare().messages), "tools": list(job.case.tools)}
+    else:
+        body["messages"] = list(job.case.messages)
     response = await client.post("/v1/chat/completions", json=body)
     if response.is_error:
         raise RuntimeError(f"{job.model}: HTTP {response.status_code} {response.text[:200]}")
     answer = response.json()
-    return answer["choices"][0]["message"]["content"] or "", answer["usage"]["completion_tokens"]
+    return text_of(answer["choices"][0]["message"]), answer["usage"]["completion_tokens"]
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """An answer as its model wrote it: calls between their tags."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    tagged = [
+        f'<tool_call>{{"name": {json.dumps(call["name"])}, "arguments": {call["arguments"]}}}</tool_call>'
+        for call in calls
+    ]
+    return "\n".join([*filter(None, [message["content"]]), *tagged])
 
 
 async def through_server(

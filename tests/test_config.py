@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.config import ServeConfig, is_loopback, parse_adapter
+from loraplex.config import ServeConfig, is_loopback, parse_adapter, parse_tool_format
 from loraplex.core.errors import CallerError, ErrorCode
 
 
@@ -25,6 +25,9 @@ from loraplex.core.errors import CallerError, ErrorCode
         ({"model": "m", "pool_gb": 0.0}, "pool_gb"),
         ({"model": "m", "max_model_len": 0}, "max_model_len"),
         ({"model": "m", "log_level": "loud"}, "log_level"),
+        ({"model": "m", "tool_formats": ((None, "xml"),)}, "tool_format"),
+        ({"model": "m", "tool_formats": (("", "json"),)}, "tool_format"),
+        ({"model": "m", "tool_formats": (("a", "json"), ("a", "hermes"))}, "tool_format"),
         ({"model": "m", "drain_s": -1.0}, "drain_s"),
         ({"model": "m", "drain_s": float("nan")}, "drain_s"),
         ({"model": "m", "adapters": (("a", "x"), ("a", "y"))}, "adapter"),
@@ -77,3 +80,14 @@ def test_an_adapter_option_has_a_name_and_a_source() -> None:
         with pytest.raises(CallerError) as refused:
             parse_adapter(text)
         assert refused.value.param == "adapter"
+
+
+def test_an_option_says_how_calls_are_written_for_one_adapter_or_for_all() -> None:
+    given = tuple(map(parse_tool_format, ("llama3", "team/a=hermes")))
+    assert given == ((None, "llama3"), ("team/a", "hermes"))
+    config = ServeConfig(model="m", tool_formats=given)
+    assert config.tool_format_of(None) == "llama3"
+    assert config.tool_format_of("team/a", "mistral") == "hermes"
+    assert config.tool_format_of("b", "mistral") == "mistral"
+    assert config.tool_format_of("b") == "llama3"
+    assert ServeConfig(model="m").tool_format_of("b") is None

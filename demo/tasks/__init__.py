@@ -14,6 +14,7 @@ from demo.tasks import (
     sentiment,
     shell,
     sql,
+    tools,
     triage,
 )
 
@@ -30,6 +31,7 @@ TASKS: dict[str, Task] = {
         sentiment,
         shell,
         sql,
+        tools,
         triage,
     )
 }

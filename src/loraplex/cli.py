@@ -21,7 +21,7 @@ from cyclopts import App, Parameter
 from loraplex import __version__
 from loraplex.bench.bench_commands import bench_app
 from loraplex.catalog.catalog_commands import catalog_app
-from loraplex.config import DEFAULT_DRAIN_S, DEFAULT_STORE_GB, ServeConfig, parse_adapter
+from loraplex.config import DEFAULT_DRAIN_S, DEFAULT_STORE_GB, ServeConfig, parse_adapter, parse_tool_format
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError, Root
 from loraplex.serve_options import (
     AdapterFloorOption,
@@ -42,6 +42,7 @@ from loraplex.serve_options import (
     SharePrefixesOption,
     StoreOption,
     StrictOption,
+    ToolFormatOption,
 )
 from loraplex.server.administration.adapter_commands import DEFAULT_URL, Key, Url, adapters_app
 from loraplex.server.administration.admin_client import RemoteServer
@@ -89,6 +90,7 @@ def serve(
     expose_without_keys: ExposeOption = False,
     catalog: CatalogOption = None,
     store_gb: StoreOption = DEFAULT_STORE_GB,
+    tool_format: ToolFormatOption = (),
     load_format: Annotated[
         Literal["auto", "dummy"], Parameter(help="dummy: random weights, only config.json is read.")
     ] = "auto",
@@ -138,6 +140,7 @@ def serve(
         adapter_floor=adapter_floor,
         prefix_cache=prefix_cache,
         prefix_share=prefix_share,
+        tool_formats=tuple(map(parse_tool_format, tool_format)),
     )
     return run_server(config)
 

@@ -8,6 +8,7 @@ import re
 import msgspec
 
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.tool_formats import TOOL_FORMATS
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -147,6 +148,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     without one, only loopback. expose_without_keys: listen elsewhere all the same. log_prompts: prompts may stand in the
     log. host_gb: adapter images in host memory, in GiB. host_locked_gb, adapter_floor, prefix_cache, prefix_share,
     share_prefixes: see `EngineConfig`. drain_s: how long open requests may go on after SIGTERM.
+    tool_formats: (alias, how calls are written); alias None for every model but adapters whose cards say it.
     """
 
     model: str | None = None
@@ -176,6 +178,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     adapter_floor: float = 0.0
     prefix_cache: bool = True
     prefix_share: float = 0.0
+    tool_formats: tuple[tuple[str | None, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.demo == (self.model is not None):
@@ -189,6 +192,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if not 0 < self.store_gb < 1 << 20:
             raise _invalid("store_gb", f"store_gb must be above 0, got {self.store_gb}")
+        _check_formats(self.tool_formats)
         names = [alias for alias, _ in self.adapters]
         for alias in names:
             if names.count(alias) > 1:
@@ -201,6 +205,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         _sharing_tenants(self.share_prefixes)
         self.engine("model", "images")  # refuses what an engine would refuse, before anything is started
+
+    def tool_format_of(self, alias: str | None, own: str | None = None) -> str | None:
+        """How a model writes calls of tools, None where only its template says it. own: what an adapter's card says."""
+        given = dict(self.tool_formats)
+        return (given.get(alias) if alias is not None else None) or own or given.get(None)
 
     def engine(self, folder: str, images_dir: str) -> EngineConfig:
         """Configuration of the engine over the model in `folder`."""
@@ -238,6 +247,23 @@ def parse_adapter(text: str) -> tuple[str, str]:
     if not alias or not equals or not source:
         raise _invalid("adapter", f"--adapter takes NAME=SOURCE, got {text!r}")
     return alias, source
+
+
+def parse_tool_format(text: str) -> tuple[str | None, str]:
+    """`FORMAT` or `ALIAS=FORMAT` of the command line."""
+    alias, equals, form = text.rpartition("=")
+    return (alias if equals else None), form
+
+
+def _check_formats(formats: tuple[tuple[str | None, str], ...]) -> None:
+    for at, (alias, form) in enumerate(formats):
+        if alias == "" or form not in TOOL_FORMATS:
+            raise _invalid(
+                "tool_format",
+                f"--tool-format takes one of {', '.join(TOOL_FORMATS)}, or ALIAS= and one of them, got {form!r}",
+            )
+        if alias in [earlier for earlier, _ in formats[:at]]:
+            raise _invalid("tool_format", f"--tool-format is given twice for {alias or 'every model'}")
 
 
 def _invalid(param: str, message: str) -> CallerError:

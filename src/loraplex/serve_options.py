@@ -35,6 +35,14 @@ LockedOption = Annotated[
     Parameter(help="Of them, page-locked for a CUDA device, in GiB; half of them and 4 at most by default."),
 ]
 StoreOption = Annotated[float, Parameter(help="Most of the disk that downloaded adapters may take, in GiB.")]
+ToolFormatOption = Annotated[
+    tuple[str, ...],
+    Parameter(
+        negative="",
+        help="hermes, llama3, mistral or json: how calls of tools are written, in place of what the chat template "
+        "shows; ALIAS=FORMAT for one adapter.",
+    ),
+]
 DemoOption = Annotated[bool, Parameter(negative="", help="Serve the demo model, SmolLM2-135M-Instruct.")]
 DtypeOption = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],

@@ -20,7 +20,7 @@ from tests.waiting import LIMIT_S
 from loraplex.adapters.adapter_catalog import AdapterCatalog
 from loraplex.adapters.manager import AdapterService
 from loraplex.adapters.prepare import PreparedAdapter
-from loraplex.artifact.card import Card
+from loraplex.artifact.card import Card, read_card
 from loraplex.artifact.identify import AdapterIdentity
 from loraplex.catalog.requests import RequestLog
 from loraplex.config import ServeConfig
@@ -217,7 +217,7 @@ async def prepare(source: str) -> PreparedAdapter:
     return PreparedAdapter(
         AdapterIdentity(BASE_ABI, artifact, key, policy), "lora", (8,), ("q", "v"), 4, 4, 2, 8192, 1000, "4 of 4",
         RegisterAdapter(0, key, key, 2, ((8, 2),), (0, 2), 1000, invocation=tuple(tokens)),
-        shares_base_prefix=bool(tokens), card=None if card is None else Card(*card),
+        shares_base_prefix=bool(tokens), card=read_card(Path(source), activated=False) if card is None else Card(*card),
     )  # fmt: skip
 
 

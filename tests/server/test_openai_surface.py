@@ -49,7 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         folder,
         BUILDER,
         key="admin-key",
-        max_model_len=512,
+        max_model_len=1024,
         load_format="dummy",
         dtype="float32",
         api_key_file=str(folder / "keys"),
@@ -263,6 +263,45 @@ def test_formats_beside_free_answers_and_the_parse_helper(client: openai.OpenAI)
     assert (refused.value.code, refused.value.param) == ("schema_unsupported", "response_format")
 
 
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "thing", "description": "Makes a thing.", "parameters": SCHEMA, "strict": True},
+}
+OTHER: Any = {"type": "function", "function": {"name": "other"}}
+
+
+@pytest.mark.parametrize("model", [BASE, "one"])
+def test_calls_of_tools_held_to_their_schemas(client: openai.OpenAI, model: str) -> None:
+    """Noise that has to be a call is one of these functions with arguments of its schema."""
+
+    def ask(**options: Any) -> Any:
+        return client.chat.completions.create(
+            model=model,
+            messages=MESSAGES[1:],
+            tools=[OTHER, TOOL],
+            max_tokens=150,
+            temperature=1.2,
+            **options,
+        )
+
+    choice = {"type": "function", "function": {"name": "thing"}}
+    drawn = ask(tool_choice=choice, n=3, seed=1)
+    for made in drawn.choices:
+        (call,) = made.message.tool_calls
+        assert (made.finish_reason, made.message.content, call.function.name) == ("tool_calls", None, "thing")
+        fits(call.function.arguments)
+    for seed in range(3):
+        chunks = list(ask(tool_choice="required", parallel_tool_calls=False, stream=True, seed=seed))
+        parts = [part for chunk in chunks for c in chunk.choices for part in c.delta.tool_calls or ()]
+        assert {part.index for part in parts} == {0}
+        assert parts[0].function.name in ("thing", "other")
+        arguments = "".join(part.function.arguments for part in parts)
+        assert json.loads(arguments) == {} if parts[0].function.name == "other" else fits(arguments)
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    free = ask(seed=2)
+    assert free.choices[0].message.content or free.choices[0].message.tool_calls
+
+
 def test_raw_responses_and_headers(client: openai.OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
         model="one", messages=MESSAGES, max_tokens=2, extra_headers={"x-request-id": "mine-1"}
@@ -294,7 +333,7 @@ def test_errors_are_the_client_s_classes(server: Target, client: openai.OpenAI) 
     assert refused(openai.NotFoundError, "model_not_found", model="nobody").param == "model"
     assert refused(openai.BadRequestError, "invalid_sampling", temperature=-1).param == "temperature"
     assert refused(openai.BadRequestError, "context_too_long", max_tokens=10_000).param == "max_tokens"
-    assert refused(openai.BadRequestError, "unsupported_option", tools=[]).param == "tools"
+    assert refused(openai.BadRequestError, "unsupported_option", store=True).param == "store"
     assert refused(openai.BadRequestError, "invalid_request", extra_body={"foo": 1}).param == "foo"
     assert refused(openai.APIStatusError, "request_too_large", messages=[
         {"role": "user", "content": "x" * (9 << 20)}

@@ -75,13 +75,10 @@ COMPLETIONS: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
 ]
 CHAT: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
     ({"messages": []}, (400, "empty_prompt"), "messages"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, BAD, "messages[0].role"),
+    ({"messages": [{"role": "function", "content": "x"}]}, BAD, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, BAD, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, BAD, None),
-    ({"messages": [{"role": "user", "content": "x", "name": "n"}]}, OPTION, "messages[0].name"),
-    ({"tools": []}, OPTION, "tools"),
-    ({"tool_choice": "none"}, OPTION, "tool_choice"),
-    ({"functions": []}, OPTION, "functions"),
+    ({"functions": [{}]}, OPTION, "functions"),
     ({"response_format": {"type": "grammar"}}, BAD, "response_format.type"),
     ({"response_format": {"type": "text", "more": 1}}, BAD, "response_format.more"),
     (
@@ -110,8 +107,8 @@ CHAT: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
     ("change", "said"),
     [
         (
-            {"messages": [{"role": "tool", "content": "x"}]},
-            "messages[0].role is 'tool', expected 'system' or 'developer' or 'user' or 'assistant'",
+            {"messages": [{"role": "function", "content": "x"}]},
+            "messages[0].role is 'function', expected 'system' or 'developer' or 'user' or 'assistant' or 'tool'",
         ),
         (
             {"response_format": {"type": "grammar"}},

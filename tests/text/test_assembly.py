@@ -10,13 +10,18 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.text.tiny_text import byte_codec
+from tests.text.tiny_text import byte_codec, byte_tokenizer, write_folder
+from tests.text.tools.tool_cases import CLOCK, said_and_called
+from tokenizers import AddedToken
 
 from loraplex.core.errors import CapacityError, ErrorCode
 from loraplex.core.messages import Ended, TokenLogprobs, Tokens
 from loraplex.core.request import SamplingParams
-from loraplex.text.assembly import Piece, SampleAssembly
-from loraplex.text.codec import TextCodec
+from loraplex.text.assembly import TOOL_CALLS, Piece, SampleAssembly
+from loraplex.text.codec import TextCodec, load_tokenizer
+from loraplex.text.tools.choosing import FORMATS
+from loraplex.text.tools.tool_types import ToolChoice
+from loraplex.text.tools.tool_use import ToolUse
 
 
 def _codec() -> TextCodec:
@@ -88,3 +93,39 @@ def test_an_error_ends_a_sample_and_what_comes_behind_is_nobodys() -> None:
     assert sample.over
     assert sample.take(scored(IDS), piece) is None
     assert piece == Piece(0)
+
+
+def call_codec(folder: Path) -> TextCodec:
+    """One in which the mark of Mistral's calls is a special token."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", normalized=False, special=True)])
+    codec = load_tokenizer(write_folder(folder, tokenizer))
+    assert codec is not None
+    return codec
+
+
+USE = ToolUse((CLOCK,), ToolChoice.AUTO, FORMATS["mistral"])
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+@pytest.mark.parametrize(("reason", "expected"), [("stop", TOOL_CALLS), ("length", "length")])
+def test_calls_are_no_part_of_the_text_and_say_why_an_answer_ended(
+    tmp_path: Path, step: int, reason: str, expected: str
+) -> None:
+    codec = call_codec(tmp_path)
+    ids = codec.encode('Now. [TOOL_CALLS] [{"name": "clock", "arguments": {}}]', add_special=False)
+    sample, piece = SampleAssembly(0, codec, SamplingParams(), (), USE), Piece(0)
+    for at in range(0, len(ids), step):
+        sample.take(Tokens("r", tuple(ids[at : at + step])), piece)
+    sample.take(Ended("r", reason), piece)
+    assert said_and_called([piece.text, *piece.calls]) == ("Now.", [("clock", "{}")])
+    assert (piece.finish_reason, sample.finish_reason) == (expected, expected)
+    assert piece.token_ids == ids
+
+
+def test_an_answer_without_calls_is_text_although_there_are_tools(tmp_path: Path) -> None:
+    codec = call_codec(tmp_path)
+    sample, piece = SampleAssembly(0, codec, SamplingParams(), (), USE), Piece(0)
+    sample.take(Tokens("r", tuple(codec.encode("hello [TOOL_CALLS", add_special=False))), piece)
+    sample.take(Ended("r", "stop"), piece)
+    assert (piece.text, piece.calls, piece.finish_reason) == ("hello [TOOL_CALLS", [], "stop")

@@ -1,8 +1,8 @@
-"""What an adapter's card, the README.md beside its files, says of an activated adapter's use.
+"""What a card, the README.md beside a model's or an adapter's files, says of its use.
 
-Two keys of the card's front matter (between two lines `---`), each a JSON string on one line: `alora_invocation`, the
-invocation as text, and `alora_chat_suffix`, with what a conversation ends in place of the chat template's own opening of
-an answer. Everything else in a card is for people. Never part of an adapter's identity: the same artifact under another
+Three keys of the card's front matter (between two lines `---`), each a JSON string on one line: `tool_format`, how calls of
+tools are written, and of an activated adapter `alora_invocation`, the invocation as text, and `alora_chat_suffix`, with
+what a conversation ends in place of the chat template's own opening of an answer. Everything else in a card is for people. Never part of an adapter's identity: the same artifact under another
 card is the same function of the same tokens.
 """
 
@@ -16,24 +16,29 @@ from typing import Final
 import msgspec
 
 from loraplex.artifact.refuse import bad_config
+from loraplex.core.tool_formats import TOOL_FORMATS
 
 CARD_FILE: Final = "README.md"
 MAX_CARD_BYTES: Final = 1 << 20
 MAX_TEXT_CHARS: Final = 4096
-_KEY: Final = re.compile(r"(alora_\w*)[ \t]*:[ \t]*(.*?)[ \t]*")
+_KEY: Final = re.compile(r"(alora_\w*|tool_format)[ \t]*:[ \t]*(.*?)[ \t]*")
+_TOOL_KEY: Final = "tool_format"
 _FENCE: Final = "---"
 _FIELDS: Final = {"alora_invocation": "invocation", "alora_chat_suffix": "chat_suffix"}
 
 
 class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """invocation: as text. chat_suffix: text with which a conversation ends. None: the card does not say."""
+    """invocation: as text. chat_suffix: text with which a conversation ends. tool_format: how calls of tools are written.
+    None: the card does not say.
+    """
 
     invocation: str | None = None
     chat_suffix: str | None = None
+    tool_format: str | None = None
 
     @property
     def texts(self) -> dict[str, str]:
-        """What is given, by the card's keys."""
+        """What is given of an invocation, by the card's keys."""
         given = {key: getattr(self, field) for key, field in _FIELDS.items()}
         return {key: text for key, text in given.items() if text is not None}
 
@@ -55,8 +60,13 @@ def read_card(folder: Path, *, activated: bool) -> Card | None:
         if found is None:
             continue
         key, value = found.groups()
+        if key == _TOOL_KEY and _TOOL_KEY not in given:
+            given[key] = _tool_format(value)
+            continue
         if key not in _FIELDS or _FIELDS[key] in given:
-            raise bad_config(key, f"the card has {key} twice, or it is none of {', '.join(_FIELDS)}")
+            raise bad_config(
+                key, f"the card has {key} twice, or it is none of {', '.join([*_FIELDS, _TOOL_KEY])}"
+            )
         if not activated:
             raise bad_config(
                 key, f"the card has {key}, and adapter_config.json has no alora_invocation_tokens"
@@ -70,6 +80,16 @@ def _front_matter(lines: list[str]) -> list[str]:
         return []
     end = next((index for index, line in enumerate(lines) if index and line.rstrip() == _FENCE), 0)
     return lines[1:end]
+
+
+def _tool_format(value: str) -> str:
+    named = _text(_TOOL_KEY, value)
+    if named not in TOOL_FORMATS:
+        raise bad_config(
+            _TOOL_KEY,
+            f"{_TOOL_KEY} of the card is {named[:80]!r}, expected one of {', '.join(TOOL_FORMATS)}",
+        )
+    return named
 
 
 def _text(key: str, value: str) -> str:

@@ -156,7 +156,7 @@ class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         ):
             raise damaged("source or actor is missing or too long")
         self.artifact.check()
-        if self.card is not None and not self.artifact.invocation_tokens:
+        if self.card is not None and self.card.texts and not self.artifact.invocation_tokens:
             raise damaged("a card of an activated adapter stands beside one that is always on")
 
     def describe(self, live: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,6 +134,9 @@ MAX_FIELD_BYTES: Final = 128 << 10
 MAX_MESSAGES: Final = 4096
 MAX_CONTENT_PARTS: Final = 4096
 """Content parts of all messages of a conversation."""
+MAX_TOOLS: Final = 128
+MAX_TOOL_SCHEMA_BYTES: Final = 96 << 10
+"""Schemas of all tools of a request, as JSON."""
 SHORT_CONVERSATION: Final = 16
 """Messages up to here are put through a chat template in the event loop, if they are short."""
 MAX_PROMPT_TOKENS: Final = 1 << 19

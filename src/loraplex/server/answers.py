@@ -95,12 +95,29 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
-class AssistantMessage(msgspec.Struct, frozen=True):
-    """The whole answer of one choice."""
+class CalledFunction(msgspec.Struct, frozen=True):
+    """What is called. name: in a stream with the call's first chunk only. arguments: JSON text, or what a chunk adds."""
 
-    content: str
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallPart(msgspec.Struct, frozen=True):
+    """A call (no index), or what a chunk adds to one (index). id, type: with the first chunk only."""
+
+    function: CalledFunction
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class AssistantMessage(msgspec.Struct, frozen=True):
+    """The whole answer of one choice. content: null where it only calls."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[CallPart] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -108,6 +125,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[CallPart] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):

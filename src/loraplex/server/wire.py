@@ -7,25 +7,19 @@ Specification: interface "HTTP".
 
 from __future__ import annotations
 
-import functools
 import re
-from typing import Annotated, Any, Final, Literal, TypeVar, get_args
+from typing import Annotated, Any, Final, TypeVar, get_args
 from urllib.parse import parse_qsl
 
 import msgspec
-from msgspec import UNSET
 
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.limits import DEFAULT_LISTED, MAX_LISTED
 from loraplex.server.body_size import check_body
+from loraplex.server.chat_wire import ChatMessage, FunctionTool, Role, ToolChoiceField, check_messages
+from loraplex.server.neutral import ABSENT, Unsupported, refuse_unsupported
 
 T = TypeVar("T", bound=msgspec.Struct)
-Unsupported = Annotated[
-    msgspec.Raw,
-    msgspec.Meta(extra_json_schema={"type": "null", "description": "not carried out; leave it out"}),
-]
-"""A field that OpenAI knows and this server does not carry out: refused unless absent or null. Never decoded."""
-_ABSENT: Final[Any] = UNSET
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,57 +92,30 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     best_of: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: Unsupported = _ABSENT
-
-
-Role = Literal["system", "developer", "user", "assistant"]
-
-
-class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A content part; text is the only kind that the models read."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn of a conversation."""
-
-    role: Role
-    content: str | list[TextPart]
-    name: Unsupported = _ABSENT
-    tool_calls: Unsupported = _ABSENT
-    refusal: Unsupported = _ABSENT
-
-    @property
-    def text(self) -> str:
-        """The content as one string: parts are lines."""
-        return (
-            self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        )
+    suffix: Unsupported = ABSENT
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. parallel_tool_calls: false allows one call; without tools it says nothing."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Unsupported = _ABSENT
-    tool_choice: Unsupported = _ABSENT
-    parallel_tool_calls: Unsupported = _ABSENT
-    functions: Unsupported = _ABSENT
-    function_call: Unsupported = _ABSENT
-    audio: Unsupported = _ABSENT
-    modalities: Unsupported = _ABSENT
-    prediction: Unsupported = _ABSENT
-    reasoning_effort: Unsupported = _ABSENT
-    verbosity: Unsupported = _ABSENT
-    metadata: Unsupported = _ABSENT
-    store: Unsupported = _ABSENT
-    service_tier: Unsupported = _ABSENT
-    web_search_options: Unsupported = _ABSENT
+    tools: list[FunctionTool] | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Unsupported = ABSENT
+    function_call: Unsupported = ABSENT
+    audio: Unsupported = ABSENT
+    modalities: Unsupported = ABSENT
+    prediction: Unsupported = ABSENT
+    reasoning_effort: Unsupported = ABSENT
+    verbosity: Unsupported = ABSENT
+    metadata: Unsupported = ABSENT
+    store: Unsupported = ABSENT
+    service_tier: Unsupported = ABSENT
+    web_search_options: Unsupported = ABSENT
 
 
 class LoadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -157,14 +124,14 @@ class LoadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lora_name: str
     lora_path: str
     load_inplace: bool | None = None
-    is_3d_lora_weight: Unsupported = _ABSENT
+    is_3d_lora_weight: Unsupported = ABSENT
 
 
 class UnloadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """POST /v1/unload_lora_adapter. lora_int_id: sent by some clients of the other servers; names are identity here."""
 
     lora_name: str
-    lora_int_id: Unsupported = _ABSENT
+    lora_int_id: Unsupported = ABSENT
 
 
 class PutAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -203,11 +170,14 @@ _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 _AT: Final = re.compile(r"at `\$\.?([^`]*)`")
 
 
+_CONTENT: Final = re.compile(r"content\[\d+\]")
 _VALUE: Final = re.compile(r"Invalid (?:enum )?value '([^']*)'")
 _CHOICES: Final = {
     "role": get_args(Role),
     "response_format.type": ("text", "json_object", "json_schema"),
-    "type": ("text",),
+    "content[...].type": ("text",),
+    "tool_choice": ("none", "auto", "required"),
+    "type": ("function",),
 }
 """What a field may be, by the end of its path, where the decoder only says what it is not."""
 
@@ -215,6 +185,7 @@ _CHOICES: Final = {
 def _explained(message: str, param: str | None) -> str:
     """The decoder's message, with what would have been accepted."""
     path = param or ""
+    path = _CONTENT.sub("content[...]", path)
     choices = next((words for end, words in _CHOICES.items() if path.endswith(end)), ())
     found = _VALUE.search(message)
     if found is None or not choices:
@@ -243,10 +214,9 @@ def decode(body: bytes, kind: type[T]) -> T:
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CallerError(ErrorCode.INVALID_REQUEST, f"the request body is not JSON: {error}") from error
-    _refuse_unsupported(value)
+    refuse_unsupported(value)
     if isinstance(value, ChatRequest):
-        for index, message in enumerate(value.messages):
-            _refuse_unsupported(message, f"messages[{index}].")
+        check_messages(value.messages)
     return value
 
 
@@ -275,20 +245,3 @@ def decode_query(query: bytes, kind: type[T]) -> T:
         ) from error
     except ValueError as error:
         raise CallerError(ErrorCode.INVALID_REQUEST, f"the query cannot be read: {error}") from error
-
-
-def _refuse_unsupported(value: msgspec.Struct, prefix: str = "") -> None:
-    for name in _unsupported(type(value)):
-        given = getattr(value, name)
-        if given is not UNSET and bytes(given) != b"null":
-            raise CallerError(
-                ErrorCode.UNSUPPORTED_OPTION,
-                f"{prefix}{name} is not supported by this server; leave it out",
-                param=prefix + name,
-            )
-
-
-@functools.cache
-def _unsupported(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Names of the fields that are not carried out."""
-    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type is Unsupported)

@@ -10,17 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from loraplex.core.errors import ErrorCode, error_for
 from loraplex.core.messages import Ended, TokenBinding, TokenLogprobs, Tokens
 from loraplex.core.request import FinishReason, SamplingParams
 from loraplex.text.codec import TextCodec
 from loraplex.text.detokenizer import Detokenizer
+from loraplex.text.tools.tool_types import CallDelta
+from loraplex.text.tools.tool_use import ToolUse
+
+TOOL_CALLS: Final = "tool_calls"
+"""Why an answer ended that came to its end and holds calls."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """A part of one sample's answer, or all of it. choice: which sample. finish_reason: None until it is over."""
+    """A part of one sample's answer, or all of it. choice: which sample. finish_reason: None until it is over.
+
+    calls: what calls of tools get; their text is no part of `text`.
+    """
 
     choice: int
     text: str = ""
@@ -28,6 +37,17 @@ class Piece:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def add_text(self, parts: Sequence[str | CallDelta]) -> None:
+        """Add what a parser of calls made of a text; what one call gets is one delta."""
+        for part in parts:
+            if isinstance(part, str):
+                self.text += part
+            elif self.calls and self.calls[-1].index == part.index:
+                self.calls[-1] = self.calls[-1].followed_by(part)
+            else:
+                self.calls.append(part)
 
 
 class SampleAssembly:
@@ -38,16 +58,25 @@ class SampleAssembly:
     """
 
     def __init__(
-        self, choice: int, codec: TextCodec | None, params: SamplingParams, prompt: Sequence[int]
+        self,
+        choice: int,
+        codec: TextCodec | None,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        tools: ToolUse | None = None,
     ) -> None:
-        """codec: None gives token ids without text. prompt: its text continues there."""
+        """codec: None gives token ids without text. prompt: its text continues there. tools: what the answer may call."""
         self.choice = choice
         self.tokens = 0
         self.over = False
         self.finish_reason: str | None = None
         self.binding: TokenBinding | None = None
         self.cached_tokens: int | None = None
-        self._detokenizer = None if codec is None else Detokenizer(codec, params.stop_strings, context=prompt)
+        self._parser = None if tools is None else tools.parser()
+        marks = () if tools is None else tools.form.marks.texts
+        self._detokenizer = (
+            None if codec is None else Detokenizer(codec, params.stop_strings, context=prompt, marks=marks)
+        )
 
     def take(self, message: Tokens | Ended, piece: Piece) -> int | None:
         """Add what a message brings to `piece`.
@@ -69,7 +98,7 @@ class SampleAssembly:
             self.cached_tokens = self.binding.reused
         piece.prompt_logprobs += message.prompt_logprobs
         if self._detokenizer is not None:
-            piece.text += self._detokenizer.push(message.token_ids)
+            self._say(self._detokenizer.push(message.token_ids), piece)
             at = self._detokenizer.stopped_at
             if at is not None:
                 count, stopped = at + 1 - self.tokens, True
@@ -87,13 +116,23 @@ class SampleAssembly:
             raise error_for(ErrorCode(message.code), message.message, param=message.param)
         reason = message.finish_reason
         if self._detokenizer is not None:
-            piece.text += self._detokenizer.finish()
+            self._say(self._detokenizer.finish(), piece)
             if self._detokenizer.stopped_at is not None:
                 reason = FinishReason.STOP.value
         self._finish(reason, piece)
 
+    def _say(self, text: str, piece: Piece) -> None:
+        if self._parser is None:
+            piece.text += text
+        else:
+            piece.add_text(self._parser.push(text))
+
     def _finish(self, reason: str | None, piece: Piece) -> None:
         self.over = True
+        if self._parser is not None:
+            piece.add_text(self._parser.finish())
+            if self._parser.calls and reason == FinishReason.STOP.value:
+                reason = TOOL_CALLS
         self.finish_reason = piece.finish_reason = reason
 
 

@@ -9,6 +9,7 @@ Specification: rulings "Text".
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,9 @@ import jinja2.sandbox
 
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.text.bounded_template import BoundedEnvironment, allowance
+from loraplex.text.tools.choosing import FORMATS, format_of, knows_tools
+from loraplex.text.tools.tool_format import ToolFormat
+from loraplex.text.tools.tool_types import Message
 
 Environment = jinja2.sandbox.ImmutableSandboxedEnvironment
 
@@ -49,9 +53,17 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().astimezone().strftime(pattern)
 
 
-def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+def _tojson(
+    value: Any,
+    indent: int | None = None,
+    ensure_ascii: bool = False,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes HTML characters, which would reach the model.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _environment(kind: type[Environment]) -> Environment:
@@ -69,12 +81,20 @@ def _environment(kind: type[Environment]) -> Environment:
 class ChatTemplate:
     """One compiled template. special: texts of the special tokens, by role (`bos_token`, ...).
 
-    stranger: it came with an adapter, so that what a render takes is bounded.
+    stranger: it came with an adapter, so that what a render takes is bounded. tool_format: by name, where a card says it.
     """
 
-    def __init__(self, source: str, special: Mapping[str, str], *, stranger: bool = False) -> None:
+    def __init__(
+        self,
+        source: str,
+        special: Mapping[str, str],
+        *,
+        stranger: bool = False,
+        tool_format: str | None = None,
+    ) -> None:
         """Raises `config_invalid` when the source is not a template, `adapter_unsupported` for an adapter's."""
         self.source = source
+        self._named_format = tool_format
         self._whose = "the adapter's" if stranger else "the model's"
         try:
             kind = BoundedEnvironment if stranger else jinja2.sandbox.ImmutableSandboxedEnvironment
@@ -87,18 +107,37 @@ class ChatTemplate:
         # A template that has a way with the role names it; another would refuse it, or print a word that it was never taught.
         self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[Mapping[str, str]], suffix: str | None = None) -> str:
+    @functools.cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """The form in which the model writes calls of tools; None for one that is not known here."""
+        if self._named_format is not None:
+            return FORMATS[self._named_format]
+        return format_of(
+            self.source, lambda messages, tools, opens: self.render(messages, tools, None if opens else "")
+        )
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether it writes tools, calls and results itself."""
+        return knows_tools(self.source)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        suffix: str | None = None,
+    ) -> str:
         """Prompt text that ends where the assistant's answer begins; `invalid_request` when the template refuses.
 
-        suffix: opens the answer in place of the template's own opening. A developer's message is a system message to a template
-        that does not know the role.
+        tools: as templates read them. suffix: opens the answer in place of the template's own opening. A developer's message is
+        a system message to a template that does not know the role.
         """
         try:
             with self._bounds():
                 text = self._template.render(
                     messages=[self._known(message) for message in messages],
                     add_generation_prompt=suffix is None,
-                    tools=None,
+                    tools=list(tools) or None,
                     documents=None,
                     **self._special,
                 )
@@ -110,7 +149,7 @@ class ChatTemplate:
                 param="messages",
             ) from error
 
-    def _known(self, message: Mapping[str, str]) -> dict[str, str]:
+    def _known(self, message: Message) -> dict[str, Any]:
         if message["role"] == "developer" and not self._knows_developer:
             return {**message, "role": "system"}
         return dict(message)

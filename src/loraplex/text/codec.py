@@ -17,9 +17,12 @@ from typing import Any, Final, Self
 
 from tokenizers import AddedToken, Tokenizer
 
+from loraplex.artifact.card import read_card
 from loraplex.artifact.companions import SPECIAL_ROLES, Companions, token_text
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.text.chat_template import ChatTemplate
+from loraplex.text.tools.tool_types import Message
+from loraplex.text.tools.tool_use import ToolUse, messages_for
 
 SHORT_TEXT_CHARS: Final = 4096
 """Texts up to here are tokenised in a few milliseconds; longer ones belong into a thread."""
@@ -134,6 +137,11 @@ class TextCodec:
         if self._longest is not None:
             self._longest = max(self._longest, *map(len, further.values()))
 
+    @property
+    def plain_added(self) -> list[int]:
+        """Ids of added tokens that are part of a text like any other, in ascending order."""
+        return sorted(self._added.keys() - self.hidden.keys())
+
     def token_id(self, text: str) -> int | None:
         """The id of a token by its text."""
         index: int | None = self._tokenizer.token_to_id(text)
@@ -159,18 +167,26 @@ class TextCodec:
         """Whether `text` is too long for so many tokens whatever it says; False where only tokenising it would tell."""
         return self._longest is not None and len(text) > tokens * self._longest
 
-    def chat(self, messages: Sequence[Mapping[str, str]], suffix: str | None = None) -> list[int]:
+    def chat(
+        self, messages: Sequence[Message], tools: ToolUse | None = None, suffix: str | None = None
+    ) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers. The template alone decides about a BOS.
 
-        suffix: text that opens the answer in place of what the template opens it with.
+        tools: what the answer may call. suffix: text that opens the answer in place of what the template opens it with.
         """
+        template = self.template()
+        given, offered = messages_for(template, messages, tools)
+        return self.encode(template.render(given, offered, suffix), add_special=False)
+
+    def template(self) -> ChatTemplate:
+        """The chat template, or `unsupported_option` where the model has none."""
         if self._template is None:
             raise CallerError(
                 ErrorCode.UNSUPPORTED_OPTION,
                 "the model has no chat template; use /v1/completions",
                 param="messages",
             )
-        return self.encode(self._template.render(messages, suffix), add_special=False)
+        return self._template
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `token_ids` as a whole; broken UTF-8 becomes U+FFFD."""
@@ -212,10 +228,18 @@ def load_tokenizer(folder: Path) -> TextCodec | None:
     config = _json_object(folder / "tokenizer_config.json")
     special = {role: text for role in SPECIAL_ROLES if (text := token_text(config.get(role))) is not None}
     source = _template_source(folder, config)
-    template = None if source is None else ChatTemplate(source, special)
+    template = None if source is None else ChatTemplate(source, special, tool_format=_card_format(folder))
     return TextCodec(
         tokenizer, _ends(folder, tokenizer, special), special.get("bos_token"), template, special
     )
+
+
+def _card_format(folder: Path) -> str | None:
+    try:
+        card = read_card(folder, activated=True)
+    except CallerError as error:
+        raise CallerError(ErrorCode.CONFIG_INVALID, f"the card in {folder} is refused: {error}") from error
+    return None if card is None else card.tool_format
 
 
 def _json_object(path: Path) -> dict[str, Any]:

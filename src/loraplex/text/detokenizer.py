@@ -7,7 +7,7 @@ Specification: rulings "Text".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from loraplex.text.codec import TextCodec
@@ -35,11 +35,17 @@ class Detokenizer:
         stop_strings: Sequence[str] = (),
         skip_special: bool = True,
         context: Sequence[int] = (),
+        marks: Collection[str] = (),
     ) -> None:
-        """context: tokens before the first one; some tokenizers write a word differently at the start of a text."""
+        """context: tokens before the first one; some tokenizers write a word differently at the start of a text.
+
+        marks: texts of special tokens that are part of the output.
+        """
         self._codec = codec
         self._skip = skip_special
-        self._hidden = codec.hidden if skip_special else {}
+        special = codec.hidden if skip_special else {}
+        self._hidden = {index: text for index, text in special.items() if text not in marks}
+        self._marks = {index: text for index, text in special.items() if text in marks}
         self._stops = StopStrings(stop_strings, self._hidden.values())
         self._window: list[int] = list(context[-_CONTEXT_TOKENS:])
         self._shown = len(self._decode().rstrip(_REPLACEMENT))
@@ -55,6 +61,8 @@ class Detokenizer:
                 break
             if token in self._hidden:
                 out += self._release(self._hidden[token], shown=False)
+            elif token in self._marks:
+                out += self._release(self._marks[token])
             else:
                 out += self._release(self._text_of(token))
             self._count += 1

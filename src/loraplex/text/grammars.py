@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
@@ -38,6 +38,8 @@ _OPTIONS: Final = {"whitespace_pattern": WHITESPACE, "coerce_one_of": False, "le
 _KEPT: Final = 64
 """Compiled grammars that are kept for the next request with the same schema."""
 _MESSAGE_CHARS: Final = 200
+_NO_TOKENIZER: Final = "no tokenizer"
+"""How the library begins to say that it could not look token ids up."""
 
 
 def _limits() -> LLParserLimits:
@@ -67,10 +69,21 @@ def schema_grammar(schema: dict[str, Any] | bool) -> str:
         grammar = str(LLMatcher.grammar_from_json_schema(text, overrides=cast("Any", _OPTIONS)))
     except ValueError as error:  # what its JSON reader refuses: values that are nested too deeply
         raise _refuse(str(error)) from error
+    return checked_grammar(grammar)
+
+
+def checked_grammar(grammar: str) -> str:
+    """Grammar text that can be enforced as it is, or `schema_unsupported`. Token ids in it are not checked here."""
     wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
+    messages = [message for message in messages if not message.startswith(_NO_TOKENIZER)]
     if wrong or messages:
         raise _refuse("; ".join(messages))
     return grammar
+
+
+def embedded_schema(schema: dict[str, Any]) -> str:
+    """A checked schema as a grammar takes it in: its JSON text, read as `schema_grammar` reads it."""
+    return msgspec.json.encode({**schema, "x-guidance": _OPTIONS}).decode()
 
 
 _ONE: Final = frozenset({"items", "additionalItems", "additionalProperties"})
@@ -119,6 +132,17 @@ def _parts(keyword: str, value: object) -> list[tuple[str, object]] | None:
     if keyword in _ONE and isinstance(value, (dict, bool)):
         return [("", value)]
     return None
+
+
+def with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A checked schema with `change` made to every schema directly under it."""
+    changed = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in _NAMED and isinstance(value, dict):
+            changed[keyword] = {name: change(part) for name, part in value.items()}
+        elif _parts(keyword, value) is not None:
+            changed[keyword] = [change(part) for part in value] if isinstance(value, list) else change(value)
+    return changed
 
 
 def check_multiples(schema: object) -> None:

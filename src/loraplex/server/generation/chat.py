@@ -17,12 +17,15 @@ from loraplex.core.messages import TokenLogprobs
 from loraplex.core.request import SamplingParams
 from loraplex.server.answers import (
     AssistantMessage,
+    CalledFunction,
+    CallPart,
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
     Delta,
     event,
 )
+from loraplex.server.chat_wire import read_choice, read_tools, template_messages, texts_of
 from loraplex.server.generation.generate import (
     Generation,
     ServedModel,
@@ -39,6 +42,8 @@ from loraplex.server.wire import ChatRequest
 from loraplex.text.assembly import Piece
 from loraplex.text.codec import SHORT_TEXT_CHARS, TextCodec
 from loraplex.text.engine_sampling import check_sampling
+from loraplex.text.tools.tool_types import ToolChoice, joined
+from loraplex.text.tools.tool_use import ToolUse, use_of
 
 
 async def chat_completions(call: Call) -> None:
@@ -57,23 +62,41 @@ class Chat:
         """The conversation through the model's template."""
         _check(request)
         codec = need_codec(call.service, "messages")
-        given = [{"role": message.role, "content": message.text} for message in request.messages]
         longest: int = call.service.engine_info["max_model_len"]
-        texts = [message["content"] for message in given]
+        texts = texts_of(request.messages)
         require_fitting(codec, texts, longest, "messages")
         long = sum(map(len, texts)) > SHORT_TEXT_CHARS or len(texts) > limits.SHORT_CONVERSATION
-        ids = await call.service.workers.run_if(long, lambda: codec.chat(given, model.chat_suffix))
+        given = template_messages(request.messages)
+        tools = _tools(call, request, model, codec)
+        ids = await call.service.workers.run_if(
+            long or tools is not None, lambda: codec.chat(given, tools, model.chat_suffix)
+        )
         check_prompt(call.service, ids, "messages")
         params = _parameters(call, request, len(ids))
         check_sampling(params, codec)
         check_submitted(len(ids), params.n)
-        return Prepared(given, [ids], params)
+        return Prepared(given, [ids], params, tools=tools)
 
     def rendering(
         self, about: About, request: ChatRequest, prepared: Prepared, generation: Generation
     ) -> ChatRendering:
         """Chat's chunks and body."""
         return ChatRendering(about, request, need_codec(about.call.service, "messages"), prepared, generation)
+
+
+def _tools(call: Call, request: ChatRequest, model: ServedModel, codec: TextCodec) -> ToolUse | None:
+    """What the answer may call."""
+    tools, (choice, named) = read_tools(request.tools), read_choice(request.tool_choice)
+    if not tools and named is None and choice is not ToolChoice.REQUIRED:
+        return None
+    return use_of(
+        codec.template(),
+        tools,
+        choice,
+        named,
+        parallel=request.parallel_tool_calls is not False,
+        form=model.tool_format,
+    )
 
 
 def _check(request: ChatRequest) -> None:
@@ -101,13 +124,6 @@ def _check(request: ChatRequest) -> None:
             f"{len(request.messages)} messages were sent, the limit is {limits.MAX_MESSAGES}",
             param="messages",
         )
-    parts = sum(len(message.content) for message in request.messages if isinstance(message.content, list))
-    if parts > limits.MAX_CONTENT_PARTS:
-        raise CallerError(
-            ErrorCode.INVALID_REQUEST,
-            f"the messages have {parts} content parts, the limit is {limits.MAX_CONTENT_PARTS}",
-            param="messages",
-        )
     if not request.messages:
         raise CallerError(ErrorCode.EMPTY_PROMPT, "messages is empty; give at least one", param="messages")
 
@@ -122,6 +138,29 @@ def _parameters(call: Call, request: ChatRequest, prompt_tokens: int) -> Samplin
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     check_context(call.service, prompt_tokens, params.max_tokens, name)
     return params
+
+
+def _delta(piece: Piece) -> Delta:
+    calls = [
+        CallPart(
+            CalledFunction(call.arguments, UNSET if call.name is None else call.name),
+            call.index,
+            UNSET if call.id is None else call.id,
+            UNSET if call.name is None else "function",
+        )
+        for call in piece.calls
+    ]
+    silent = not piece.text and (calls or piece.finish_reason)
+    return Delta(content=UNSET if silent else piece.text, tool_calls=calls or UNSET)
+
+
+def _message(pieces: Sequence[Piece]) -> AssistantMessage:
+    text = "".join(piece.text for piece in pieces)
+    calls = [
+        CallPart(CalledFunction(call.arguments, call.name), id=call.id, type="function")
+        for call in joined([delta for piece in pieces for delta in piece.calls])
+    ]
+    return AssistantMessage(None if calls and not text else text, tool_calls=calls or UNSET)
 
 
 class ChatRendering:
@@ -151,11 +190,12 @@ class ChatRendering:
 
     def chunk(self, piece: Piece) -> bytes:
         """A delta of one choice."""
-        if not (piece.text or piece.finish_reason or piece.logprobs or (self._with_ids and piece.token_ids)):
+        news = piece.text or piece.calls or piece.finish_reason or piece.logprobs
+        if not (news or (self._with_ids and piece.token_ids)):
             return b""
         choice = ChatChoice(
             index=piece.choice,
-            delta=Delta(content=piece.text) if piece.text or not piece.finish_reason else Delta(),
+            delta=_delta(piece),
             logprobs=self._logprobs(piece.logprobs) if piece.logprobs else None,
             finish_reason=piece.finish_reason,
             token_ids=self._ids(piece.token_ids),
@@ -177,7 +217,7 @@ class ChatRendering:
         choices = [
             ChatChoice(
                 index=index,
-                message=AssistantMessage("".join(piece.text for piece in pieces)),
+                message=_message(pieces),
                 logprobs=self._logprobs([entry for piece in pieces for entry in piece.logprobs]),
                 finish_reason=pieces[-1].finish_reason,
                 token_ids=self._ids([token for piece in pieces for token in piece.token_ids]),

@@ -30,6 +30,7 @@ from loraplex.text.assembly import Piece, SampleAssembly, fewest_cached
 from loraplex.text.codec import TextCodec
 from loraplex.text.engine_sampling import engine_sampling, prompt_seed
 from loraplex.text.prefix_keys import Acting, PromptKeys
+from loraplex.text.tools.tool_use import ToolUse
 
 _NS_PER_MS = 1_000_000
 _PRIORITY_BOUND = 1 << 31
@@ -40,7 +41,7 @@ class ServedModel:
     """What a `model` field means. name: the base's, or `alias@revision`. key: semantic digest; None is the base.
 
     served: the digests behind it, for the request's record. acting: the adapter, as far as KV rows can tell. card: what its
-    card says of its use, if anything.
+    card says of its use, if anything. tool_format: how it writes calls, where an option or its card says so.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ServedModel:
     served: Served
     acting: Acting | None = None
     card: Card | None = None
+    tool_format: str | None = None
 
     @property
     def invocation_text(self) -> str | None:
@@ -88,21 +90,24 @@ async def bind_model(service: Service, name: str, tenant: str) -> AsyncIterator[
             register.kernel_digest,
             service.adapters.generation,
         )
-        acting = Acting.of(register)
-        yield ServedModel(revision.name, revision.key, revision.key, served, acting, revision.card)
+        acting, card = Acting.of(register), revision.card
+        form = service.config.tool_format_of(revision.alias, None if card is None else card.tool_format)
+        yield ServedModel(revision.name, revision.key, revision.key, served, acting, card, form)
 
 
 def base_model(service: Service) -> ServedModel:
     """The base."""
     name, base = service.base_name, str(service.engine_info["base_abi"])
-    return ServedModel(name, None, base, Served(name, base, catalog_generation=service.adapters.generation))
+    record = Served(name, base, catalog_generation=service.adapters.generation)
+    return ServedModel(name, None, base, record, tool_format=service.config.tool_format_of(None))
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """What to generate: for each prompt, `params.n` samples. Times in nanoseconds of the service's clock, 0 is none.
 
-    keys: of each prompt. namespace: of the prefix cache. grammar: what every sample must follow, if anything.
+    keys: of each prompt. namespace: of the prefix cache. grammar: what every sample must follow, if anything. tools: what
+    every sample may call.
     """
 
     request_id: str
@@ -115,6 +120,7 @@ class Job:
     arrival_ns: int
     deadline_ns: int
     grammar: str | None = None
+    tools: ToolUse | None = None
 
 
 def urgency(request: GenerationFields, arrival_ns: int) -> tuple[int, int]:
@@ -189,7 +195,7 @@ class Generation:
         self._model = model
         self._job = job
         self._choices = [
-            SampleAssembly(index, service.codec, job.params, prompt)
+            SampleAssembly(index, service.codec, job.params, prompt, job.tools)
             for index, prompt in enumerate(prompt for prompt in job.prompts for _ in range(job.params.n))
         ]
         self._group: RequestGroup | None = None

@@ -30,7 +30,9 @@ from loraplex.server.wire import (
     TextFormat,
 )
 from loraplex.text.assembly import Piece
+from loraplex.text.codec import TextCodec
 from loraplex.text.grammars import schema_grammar
+from loraplex.text.tools.tool_use import ToolUse
 
 R = TypeVar("R", bound=GenerationFields)
 
@@ -39,13 +41,14 @@ R = TypeVar("R", bound=GenerationFields)
 class Prepared:
     """What a request asks to have generated. given: the prompts in the caller's form, ids: as tokens.
 
-    echoes: the prompts as texts, where the answer repeats them.
+    echoes: the prompts as texts, where the answer repeats them. tools: what the answer may call.
     """
 
     given: Sequence[Any]
     ids: Sequence[Sequence[int]]
     params: SamplingParams
     echoes: Sequence[str] | None = None
+    tools: ToolUse | None = None
 
 
 class Rendering(Protocol):
@@ -126,11 +129,11 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
         fallback = prepared.params.alora_fallback is not None
         keys = await keyed(service, named, prepared.ids, tenant, fallback, endpoint.param)
         model = keys.model
-        grammar = await _grammar(call, request.response_format)
+        grammar = await _grammar(call, request.response_format, prepared.tools)
         answer_id = f"{endpoint.prefix}-{exchange.request_id}"
         job = Job(
             f"{answer_id}.{next(call.site.serial)}", prepared.ids, keys.keys, keys.namespace, prepared.params,
-            tenant, priority, arrival_ns, deadline, grammar,
+            tenant, priority, arrival_ns, deadline, grammar, prepared.tools,
         )  # fmt: skip
         exchange.answer_headers |= model.headers
         call.facts.model, call.facts.stream = model.name, bool(request.stream)
@@ -196,21 +199,38 @@ async def _collect(generation: Generation) -> dict[int, list[Piece]]:
     return dict(sorted(parts.items()))
 
 
-async def _grammar(call: Call, form: ResponseFormat | None) -> str | None:
-    """Grammar text of a response format; a schema is read in a thread, which lets go of the interpreter meanwhile."""
-    match form:
-        case None | TextFormat():
-            return None
-        case JsonObjectFormat():
-            schema: dict[str, Any] | bool = {"type": "object"}
-        case JsonSchemaFormat():
-            schema = form.json_schema.schema
-        case _:
-            assert_never(form)
-    if call.service.codec is None:
+async def _grammar(call: Call, form: ResponseFormat | None, tools: ToolUse | None) -> str | None:
+    """Grammar text of a request; schemas are read in a thread, which lets go of the interpreter meanwhile."""
+    schema = _schema(form)
+    codec = call.service.codec
+    if schema is None and tools is None:
+        return None
+    if codec is None:
         raise CallerError(
             ErrorCode.TOKENIZER_MISSING,
             "response_format needs a tokenizer, and the model folder has no tokenizer.json; leave it out",
             param="response_format",
         )
-    return await call.service.workers.run(lambda: schema_grammar(schema))
+    return await call.service.workers.run(lambda: _read_grammar(schema, tools, codec))
+
+
+def _read_grammar(schema: dict[str, Any] | bool | None, tools: ToolUse | None, codec: TextCodec) -> str:
+    answer = None if schema is None else schema_grammar(schema)
+    if tools is None:
+        return answer or ""
+    if schema is None:
+        return tools.grammar(codec)
+    return tools.grammar(codec, schema if isinstance(schema, dict) else {})
+
+
+def _schema(form: ResponseFormat | None) -> dict[str, Any] | bool | None:
+    """What an answer is held to, if anything."""
+    match form:
+        case None | TextFormat():
+            return None
+        case JsonObjectFormat():
+            return {"type": "object"}
+        case JsonSchemaFormat():
+            return form.json_schema.schema
+        case _:
+            assert_never(form)

@@ -1,0 +1,7 @@
+"""Names of the forms in which models write calls of tools; what each is, `text/tools` says."""
+
+from __future__ import annotations
+
+from typing import Final
+
+TOOL_FORMATS: Final = ("hermes", "llama3", "mistral", "json")

@@ -1,0 +1,63 @@
+"""Fields that a body may carry though nothing is done with them: what asks for nothing is accepted, all else is refused.
+
+Owns the one table of values that ask for nothing. Specification: interface "HTTP".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import UNSET
+
+from loraplex.core.errors import CallerError, ErrorCode
+
+Unsupported = Annotated[
+    msgspec.Raw,
+    msgspec.Meta(
+        extra_json_schema={
+            "type": "null",
+            "description": "not carried out; leave it out, or send what asks for nothing",
+        }
+    ),
+]
+"""A field that a peer's interface knows and this server does not carry out. Decoded only where it is short."""
+ABSENT: Final[Any] = UNSET
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "annotations": ([],),
+    "audio": ({},),
+    "function_call": ({}, "none"),
+    "functions": ([],),
+    "reasoning": ("",),
+    "reasoning_content": ("",),
+    "refusal": ("",),
+}
+"""Values of a field, besides null, that ask for nothing; of a field that is not listed there are none."""
+_SHORT_BYTES: Final = 64
+
+
+def refuse_unsupported(value: msgspec.Struct, prefix: str = "") -> None:
+    """Raise `unsupported_option` for the first such field that asks for something. prefix: where the struct lies."""
+    for name in _unsupported(type(value)):
+        given = getattr(value, name)
+        if given is not UNSET and not _asks_for_nothing(name, bytes(given)):
+            raise CallerError(
+                ErrorCode.UNSUPPORTED_OPTION,
+                f"{prefix}{name} is not supported by this server; leave it out",
+                param=prefix + name,
+            )
+
+
+def _asks_for_nothing(name: str, raw: bytes) -> bool:
+    if raw == b"null":
+        return True
+    neutral = NEUTRAL.get(name, ())
+    return bool(neutral) and len(raw) <= _SHORT_BYTES and msgspec.json.decode(raw) in neutral
+
+
+@functools.cache
+def _unsupported(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Names of the fields that are not carried out."""
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.type is Unsupported)
