@@ -401,3 +401,66 @@ def test_importing_the_deterministic_parts_loads_no_heavy_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr, done.stdout.strip()) == (0, "", "[]")
+
+
+NOBODY_CALLS = {
+    "catalog.catalog_commands.check_catalog": "a command of the command line",
+    "cli.sim": "a command of the command line",
+    "core.layout.page_demand": "0x04D derives demand for three geometries; tests compare it with what images take",
+    "identity.manifest.encode_manifest": "writes what `loraplex verify --manifest` reads",
+    "ops.exact.ExactOps": "the definition that every operator family is compared with",
+    "ops.exact.read_adapter": "what the definition reads",
+    "ops.ledger.iteration_ledger": "0x03F's figures of a plan, by phase",
+    "ops.ledger.rank_ledger": "0x06B's padded over true rank",
+}
+"""Public functions and classes that nothing under src names, each with the reason why it stands there."""
+
+
+def names_used(top: ast.stmt) -> set[str]:
+    """What a statement at the top of a module names; `module:function` in a string counts, its own name does not."""
+    found = set()
+    for node in ast.walk(top):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name):
+                found.add(name)
+            case ast.Constant(value=str(text)) if re.fullmatch(r"loraplex[\w.]*:\w+", text):
+                found.add(text.rpartition(":")[2])
+    return found - {getattr(top, "name", "")}
+
+
+def unused_definitions(sources: dict[str, str]) -> list[str]:
+    """Public functions and classes of modules that no statement of any module names, except their own."""
+    bodies = {module: ast.parse(source).body for module, source in sources.items()}
+    used = set().union(*(names_used(top) for body in bodies.values() for top in body))
+    return [
+        f"{module}.{top.name}"
+        for module, body in bodies.items()
+        for top in body
+        if isinstance(top, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and not top.name.startswith("_")
+        and top.name not in used
+    ]
+
+
+def test_code_that_only_tests_call_stands_with_the_tests() -> None:
+    planted = {
+        "p.a": "from p.b import used\n\ndef lonely():\n    return lonely()\n\nused()\n",
+        "p.b": "def used(): ...\nclass Alone: ...\ndef started(): ...\nSTART = 'loraplex.p.b:started'\n",
+    }
+    assert unused_definitions(planted) == ["p.a.lonely", "p.b.Alone"]
+    sources = {
+        ".".join(path.relative_to(ROOT / "src" / "loraplex").with_suffix("").parts): path.read_text()
+        for path in LIBRARY
+    }
+    assert sorted(unused_definitions(sources)) == sorted(NOBODY_CALLS)
+
+
+def repeated_names(paths: list[str]) -> list[str]:
+    """File names that stand in two folders; `__init__.py` must."""
+    names = [path.rpartition("/")[2] for path in paths]
+    return sorted({name for name in names if names.count(name) > 1 and name != "__init__.py"})
+
+
+def test_no_two_files_of_the_library_have_one_name() -> None:
+    assert repeated_names(["a/__init__.py", "b/__init__.py", "a/x.py", "b/c/x.py", "b/y.py"]) == ["x.py"]
+    assert repeated_names([str(path) for path in LIBRARY]) == []

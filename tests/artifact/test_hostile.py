@@ -15,7 +15,7 @@ from tests.artifact.tiny import LAYERS, edit_config, tiny_base, write_lora
 from loraplex.artifact import matching
 from loraplex.artifact.jsontext import MAX_DEPTH, JsonError, parse_object, show
 from loraplex.artifact.matching import Selector
-from loraplex.artifact.patterns import Work
+from loraplex.artifact.patterns import StepBudget
 from loraplex.artifact.peft_config import decode_config
 from loraplex.artifact.read_artifact import load_adapter
 from loraplex.core.errors import CallerError, ErrorCode
@@ -115,7 +115,7 @@ def test_a_plain_pattern_keeps_its_place_among_others() -> None:
 
 
 def test_a_class_of_many_characters_costs_its_length() -> None:
-    work = Work()
+    work = StepBudget()
     ranges = "".join(f"{chr(at)}-{chr(at + 1)}" for at in range(0x4E00, 0x4E00 + 3 * 2000, 3))
     pattern = matching.compile_pattern(f"[{ranges}]")
     pattern.fullmatch("b", work)

@@ -17,7 +17,7 @@ from tests.artifact.tiny import tiny_base
 
 from loraplex.artifact.fields import APPLIED, INERT, OFF_ONLY
 from loraplex.artifact.matching import Selector, layer_index
-from loraplex.artifact.patterns import PatternError, Work, compile_pattern
+from loraplex.artifact.patterns import PatternError, StepBudget, compile_pattern
 from loraplex.artifact.peft_config import decode_config
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.limits import MAX_PATTERN_STEPS
@@ -45,7 +45,7 @@ def test_a_pattern_means_what_it_means_to_python(pattern: str, name: str) -> Non
         with pytest.raises(PatternError):
             compile_pattern(pattern)
         return
-    assert compile_pattern(pattern).fullmatch(name, Work()) is expected
+    assert compile_pattern(pattern).fullmatch(name, StepBudget()) is expected
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_pattern_means_what_it_means_to_python(pattern: str, name: str) -> Non
     ],
 )
 def test_patterns_that_run_away_elsewhere_do_not_here(pattern: str, text: str, expected: bool) -> None:
-    assert compile_pattern(pattern).fullmatch(text, Work()) is expected
+    assert compile_pattern(pattern).fullmatch(text, StepBudget()) is expected
 
 
 @pytest.mark.parametrize("pattern", ["(?i)q", "(?i:q)", r"(q)\1", "(?P<a>q)(?P=a)", "(?>q+)", "q++", "(a)(?(1)b|c)", "x" * 20_000, "(" * 5_000 + ")" * 5_000])  # fmt: skip
@@ -76,7 +76,7 @@ def test_patterns_that_are_not_read(pattern: str) -> None:
 
 
 def test_all_patterns_of_a_configuration_share_one_budget() -> None:
-    work = Work()
+    work = StepBudget()
     heavy = compile_pattern("(.*.*)*" * 100 + "x")
     heavy.fullmatch("model.layers.0.self_attn.q_proj", work)
     assert work.left < MAX_PATTERN_STEPS - 1000

@@ -18,7 +18,7 @@ from loraplex.catalog.audit import audit
 from loraplex.catalog.changes import DEFAULT_GRANT, Expectation, Mode
 from loraplex.catalog.records import ANY, Grant, Right
 from loraplex.catalog.requests import RequestLog
-from loraplex.catalog.sealed_rows import Kind
+from loraplex.catalog.sealed_rows import RowKind
 from loraplex.catalog.store import CatalogStore
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
 
@@ -60,7 +60,7 @@ def test_numbers_go_on_over_a_tombstone(opened: Opener) -> None:
     assert (new.revision, new.generation) == (4, 5)
     assert [r.revision for r in store.history(named("a"))] == [4, 3, 2, 1]
     assert [(p.generation, p.kind, p.revision) for p in store.publications()] == [
-        (1, Kind.ADD, 1), (2, Kind.SWAP, 2), (3, Kind.SWAP, 3), (4, Kind.REMOVE, 3), (5, Kind.ADD, 4),
+        (1, RowKind.ADD, 1), (2, RowKind.SWAP, 2), (3, RowKind.SWAP, 3), (4, RowKind.REMOVE, 3), (5, RowKind.ADD, 4),
     ]  # fmt: skip
 
 
@@ -278,7 +278,11 @@ def test_a_revoked_artifact_loses_every_name_for_good(opened: Opener) -> None:
     refused(ErrorCode.ADAPTER_REVOKED, lambda: there.publish(draft("d", 1), Mode.PUT))
     refused(ErrorCode.ADAPTER_REVOKED, lambda: there.store.revoke(artifact(1).semantic))
     refused(ErrorCode.ADAPTER_NOT_FOUND, lambda: there.store.revoke(artifact(9).semantic))
-    assert [p.kind for p in here.store.publications()][-3:] == [Kind.REVOKE, Kind.REMOVE, Kind.REMOVE]
+    assert [p.kind for p in here.store.publications()][-3:] == [
+        RowKind.REVOKE,
+        RowKind.REMOVE,
+        RowKind.REMOVE,
+    ]
     assert AdapterCatalog(store=opened()).generation == 8
 
 

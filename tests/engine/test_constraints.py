@@ -71,7 +71,7 @@ def test_a_discarded_plan_and_a_failed_one(depth: int) -> None:
     rig.run()
     assert any(isinstance(event, PlanDiscarded) for event in rig.log.events)
     assert rig.mailbox.tokens["held"] == chained(prompt(7, 1), 9)
-    rig.faults.fail_plans |= {rig.engine.state.launched + 3}
+    rig.faults.fail_plans |= {rig.engine.state.newest_launch + 3}
     rig.submit("lost", prompt(7, 1), grammar="9", max_tokens=20)
     rig.run()
     assert any(isinstance(event, StepFailed) for event in rig.log.events)

@@ -39,7 +39,7 @@ def test_a_failed_load_is_tried_again_with_the_same_place_in_the_queue(depth: in
     rig.device.held = False
     rig.run()
     rig.assert_answered("r")
-    assert (record.arrival_ns, record.ticket, record.load_attempts) == (arrival, ticket, 1)
+    assert (record.arrival_ns, record.ticket, record.load_failures) == (arrival, ticket, 1)
     failed = [e for e in rig.log.events if isinstance(e, LoadFailed)]
     assert [(e.purpose, e.code, e.attempt, e.final) for e in failed] == [
         ("admission", "copy_checksum", 1, False)

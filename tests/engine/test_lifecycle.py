@@ -70,7 +70,9 @@ def test_a_slot_in_use_by_a_launch_is_not_reclaimed_although_nobody_leases_it(de
         assert rig.engine.state.flights or entry.state is AdapterState.ABSENT
     assert (70 in rig.mailbox.replies) == (entry.state is AdapterState.ABSENT)
     assert (
-        entry.state is AdapterState.ABSENT or entry.last_plan > rig.engine.state.committed or entry.refcount
+        entry.state is AdapterState.ABSENT
+        or entry.last_launch > rig.engine.state.committed_launch
+        or entry.refcount
     )
     rig.run()
     assert rig.mailbox.replies[70].body["state"] == "absent"
@@ -181,7 +183,7 @@ def test_a_failed_plan_does_not_bring_back_a_copy_that_has_ended(depth: int) -> 
     rig = Watched(depth=depth)
     rig.submit("keeps_going", PROMPT, max_tokens=40)
     rig.steps(3)
-    rig.faults.fail_plans.add(rig.engine.state.launched + 1)
+    rig.faults.fail_plans.add(rig.engine.state.newest_launch + 1)
     rig.register("a")
     rig.mailbox.inbox.append(LoadAdapter(80, "a"))
     rig.run()

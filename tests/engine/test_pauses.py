@@ -10,7 +10,7 @@ from tests.prompts import prompt
 
 from loraplex.engine.admission import MAX_SKIPS
 from loraplex.engine.deltas import digest_words
-from loraplex.engine.request_state import Phase
+from loraplex.engine.request_state import Stage
 from loraplex.engine.residency import hosting, transitions
 from loraplex.sim.tokens import adapter_number
 
@@ -65,6 +65,6 @@ def test_the_pause_before_a_retry_is_no_busy_one_and_makes_nobody_wait(depth: in
     assert state.records["r"].skipped == 0
     rig.submit("younger", prompt(5, 2))
     rig.step()
-    assert state.records["younger"].phase is Phase.RUNNING
+    assert state.records["younger"].stage is Stage.RUNNING
     rig.run()
     rig.assert_answered("r", "younger")

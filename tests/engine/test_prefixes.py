@@ -331,7 +331,7 @@ def test_plans_that_fail_or_are_stale_publish_nothing(depth: int) -> None:
     rig.submit("one", prompt(15, 1), max_tokens=4)
     rig.run()
     assert not blocks(rig)
-    rig.faults.stale_plans.add(rig.engine.state.launched + 1)
+    rig.faults.stale_plans.add(rig.engine.state.newest_launch + 1)
     rig.submit("two", prompt(15, 1), max_tokens=4)
     rig.run()
     rig.assert_answered("two")
@@ -353,13 +353,13 @@ def test_a_full_pool_admits_loads_and_grows_as_an_empty_one(depth: int) -> None:
     [name] = named(head=False)
 
     def serve(rig: Rig) -> list[int]:
-        start = rig.engine.state.launched
+        start = rig.engine.state.newest_launch
         rig.register(name, pages=6)
         for index in range(6):
             rig.submit(f"r{index}", prompt(20, index), name if index % 2 else None, max_tokens=20)
         rig.run()
         rig.assert_answered(*(f"r{index}" for index in range(6)))
-        return [rig.engine.state.launched - start, rig.engine.state.preemptions]
+        return [rig.engine.state.newest_launch - start, rig.engine.state.preemptions]
 
     assert serve(filled(depth, scrub=False)) == serve(rig_of(depth, pages=65, scrub=False))
 

@@ -53,9 +53,9 @@ def test_rowless_plans_ask_for_copies_when_nothing_runs(depth: int) -> None:
     for _ in range(20):
         rig.step()
     assert call not in rig.mailbox.replies
-    launched = rig.engine.state.launched
+    launched = rig.engine.state.newest_launch
     rig.step()
-    assert rig.engine.state.launched > launched
+    assert rig.engine.state.newest_launch > launched
     rig.device.held = False
     rig.run()
     assert rig.body(call)["state"] == "published"
@@ -301,7 +301,7 @@ def test_plans_carry_copies_only_past_their_fence() -> None:
 
     def watch(plan: BatchPlan, _: bytes) -> None:
         for page in plan.copy_pages.tolist():
-            assert used.get(page, 0) <= rig.engine.state.committed, page
+            assert used.get(page, 0) <= rig.engine.state.committed_launch, page
         for slot in plan.requests.slot.tolist():
             for page in rig.engine.state.table.own_pages(slot).tolist():
                 used[page] = plan.generation

@@ -8,7 +8,7 @@ from tests.prompts import prompt
 
 from loraplex.core.events import RequestAdmitted
 from loraplex.engine.admission import MAX_SKIPS
-from loraplex.engine.request_state import Phase
+from loraplex.engine.request_state import Stage
 
 ANSWER = 12
 """Tokens of each ready request's answer, the longest that runs."""
@@ -43,7 +43,7 @@ def test_a_cold_request_waits_no_longer_than_its_skips_and_one_answer(depth: int
             rig.submit(f"r{sent}", prompt(4, sent), None, max_tokens=ANSWER - 3 * (sent % 3))
         rig.step()
         record = state.records.get("cold")
-        if record is None or record.phase is not Phase.WAITING:
+        if record is None or record.stage is not Stage.WAITING:
             break
         waited += 1
         turn = turn or (waited if record.skipped > MAX_SKIPS else 0)

@@ -111,7 +111,7 @@ def test_failed_step_ends_its_requests_and_no_others(depth: int) -> None:
     rig.submit("victim", prompt(5, 1), max_tokens=20)
     rig.step()
     rig.step()
-    rig.faults.fail_plans.add(rig.engine.state.launched + 1)
+    rig.faults.fail_plans.add(rig.engine.state.newest_launch + 1)
     rig.step()
     rig.submit("later", prompt(5, 2))
     rig.run()
@@ -224,7 +224,7 @@ def test_random_traffic_under_faults(depth: int, seed: int) -> None:
         rig.submit(f"r{index}", prompt(int(rng.integers(1, 20)), seed * 100 + index), adapter,
                    max_tokens=int(rng.integers(1, 24)))  # fmt: skip
         if rng.random() < 0.2:
-            rig.faults.stale_plans.add(rig.engine.state.launched + int(rng.integers(1, 5)))
+            rig.faults.stale_plans.add(rig.engine.state.newest_launch + int(rng.integers(1, 5)))
         if rng.random() < 0.15:
             name = f"r{int(rng.integers(0, index + 1))}"
             rig.mailbox.inbox.append(Abort(name))

@@ -19,7 +19,7 @@ from loraplex.artifact.tensors import Dtype
 from loraplex.core.errors import ErrorCode
 from loraplex.core.ids import (
     CacheGeneration,
-    CatalogRevision,
+    CatalogGeneration,
     Module,
     PlanGeneration,
     PointerTableGeneration,
@@ -84,7 +84,7 @@ def launch(artifact: Artifact, *, slot_generation: int = 11, abi: BaseAbi = ABI)
         position="rope:default:10000", visibility="causal", shard=(1, 2),
     )  # fmt: skip
     vector = GenerationVector(
-        catalog=CatalogRevision(2), request=RequestAttempt(0), slot=SlotGeneration(slot_generation),
+        catalog=CatalogGeneration(2), request=RequestAttempt(0), slot=SlotGeneration(slot_generation),
         pointer_table=PointerTableGeneration(5), plan=PlanGeneration(40), cache=CacheGeneration(9),
         rng=RngGeneration(1),
     )  # fmt: skip

@@ -71,7 +71,7 @@ class Sixteen:
         self.pool.own(self.r0, 1, PageState.KV, 0, 1)
         self.a, self.b = self.resident("a", 1), self.resident("b", 3)
         self.a.pin_count = 1
-        self.a.last_touch, self.b.last_touch = 1, 2  # a is older: only eligibility protects it
+        self.a.last_use, self.b.last_use = 1, 2  # a is older: only eligibility protects it
         self.lease = SlotLease.take(RevisionLease.take(self.a), 1)
         self.c = AdapterEntry("c", "c" * 64, 4, 8, ((1, 8),), (0, 1, 2, 3), 256)
         self.c.host_source_verified = True
@@ -96,11 +96,11 @@ class Sixteen:
 
     def victims(self, needed: int) -> list[str] | None:
         offered = [
-            Candidate(PageClass.ADAPTER, e.key, e.page_count, 1, e.last_touch)
+            Candidate(PageClass.ADAPTER, e.key, e.page_count, 1, e.last_use)
             for e in (self.a, self.b, self.c)
-            if eviction.evictable(e, completed_launch=0)
+            if eviction.evictable(e, committed_launch=0)
         ]
-        order = eviction.ranked(offered, eviction.by_last_touch, 2)
+        order = eviction.ranked(offered, eviction.by_last_use, 2)
         covered = eviction.cover(order, needed, held={PageClass.ADAPTER: 8}, floors={})
         return [candidate.key for candidate in covered.taken] if covered.enough else None
 
@@ -233,14 +233,14 @@ def test_recovery_is_a_transaction(depth: int) -> None:
         rig.step()
     seen.append(state.pool.free)
     record = state.records["d0"]
-    assert (record.load_attempts, record.admissions, record.outputs) == (1, 0, 0)
+    assert (record.load_failures, record.admissions, record.outputs) == (1, 0, 0)
     assert not any(isinstance(e, IterationCompleted) and e.sampled for e in rig.log.events)
     rig.faults.torn_copies.clear()
     rig.run()
     rig.assert_answered("d0")
     assert seen == [8, 5, 8, 5]
     assert state.pool.free + entry.page_count == 8
-    assert eviction.evictable(entry, state.committed)
+    assert eviction.evictable(entry, state.committed_launch)
     (first, *_), (second, *_) = attempts
     assert second > first  # a new attempt has a new number, and another generation of the slot
     assert attempts[1][1:] != attempts[0][1:]

@@ -8,7 +8,7 @@ from loraplex.memory.eviction import (
     Candidate,
     PageClass,
     Ranking,
-    by_last_touch,
+    by_last_use,
     by_restore_cost,
     cover,
     ranked,
@@ -16,17 +16,17 @@ from loraplex.memory.eviction import (
 
 NOW = 100
 ADAPTER, PREFIX = PageClass.ADAPTER, PageClass.PREFIX
-OLD = Candidate(ADAPTER, "old", 4, restore_ns=4_000, last_touch=10)
-CHEAP = Candidate(PREFIX, "cheap", 1, restore_ns=10, last_touch=90)
-DEAR = Candidate(PREFIX, "dear", 1, restore_ns=5_000, last_touch=89)
-LARGE = Candidate(ADAPTER, "large", 8, restore_ns=8_000, last_touch=91)
+OLD = Candidate(ADAPTER, "old", 4, restore_ns=4_000, last_use=10)
+CHEAP = Candidate(PREFIX, "cheap", 1, restore_ns=10, last_use=90)
+DEAR = Candidate(PREFIX, "dear", 1, restore_ns=5_000, last_use=89)
+LARGE = Candidate(ADAPTER, "large", 8, restore_ns=8_000, last_use=91)
 ALL = [LARGE, DEAR, CHEAP, OLD]
 HELD = {ADAPTER: 12, PREFIX: 2}
 
 
 @pytest.mark.parametrize(
     ("ranking", "order"),
-    [(by_restore_cost, [OLD, CHEAP, LARGE, DEAR]), (by_last_touch, [OLD, DEAR, CHEAP, LARGE])],
+    [(by_restore_cost, [OLD, CHEAP, LARGE, DEAR]), (by_last_use, [OLD, DEAR, CHEAP, LARGE])],
 )
 def test_classes_of_pages_are_ranked_together(ranking: Ranking, order: list[Candidate]) -> None:
     assert ranked(ALL, ranking, NOW) == order

@@ -88,8 +88,8 @@ def break_fence(rig: Rig) -> None:
     state = rig.engine.state
     job = next(iter(state.loads.values()))
     state.pool._fence[job.transaction.adapter_pages] = 1 << 40
-    state.committed = (1 << 40) - 1
-    state.pool.require_fence(job.transaction.adapter_pages, state.committed)
+    state.committed_launch = (1 << 40) - 1
+    state.pool.require_fence(job.transaction.adapter_pages, state.committed_launch)
 
 
 def break_conservation(rig: Rig) -> None:

@@ -119,12 +119,12 @@ class Memory(RuleBasedStateMachine):
             demand, spared, first = Demand(0, kv, 0, guard, size_class), donors[0].block.page, donors[:1]
         sources = self.offers(entry, spared)
         offered = [
-            Candidate(PageClass.ADAPTER, name, sum(e.page_count for e in es if not e.size_class) or 1, 1, es[0].last_touch)
+            Candidate(PageClass.ADAPTER, name, sum(e.page_count for e in es if not e.size_class) or 1, 1, es[0].last_use)
             for name, es in sources.items()
         ]  # fmt: skip
         reclaimable = sum(candidate.pages for candidate in offered)
         chosen = eviction.cover(
-            eviction.ranked(offered, eviction.by_last_touch, self.launch),
+            eviction.ranked(offered, eviction.by_last_use, self.launch),
             max(demand.required - self.pool.free, 0),
             held={PageClass.ADAPTER: sum(self.model.adapters.values()) + len(self.model.slabs)},
             floors={},

@@ -43,7 +43,7 @@ from loraplex.identity.digests import ALWAYS_ON, invocation_policy, semantic_abi
 from loraplex.process.client import RequestGroup
 from loraplex.server.app import create_app
 from loraplex.server.provenance import Provenance
-from loraplex.server.service import Phase, Service
+from loraplex.server.service import Service, ServicePhase
 from loraplex.text.codec import TextCodec
 
 BASE, MAX_LEN, BASE_ABI, CACHE_ABI = "base-model", 200, "ba5e" * 16, "ca5e" * 16
@@ -242,7 +242,7 @@ class Front:
             settings, BASE, codec, cast("Any", self.engine), cast("Any", self.supervisor), self.adapters,
             self.provenance,
         )  # fmt: skip
-        self.service.phase = Phase.OPEN
+        self.service.phase = ServicePhase.OPEN
         self.app = create_app(self.service)
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(cast("Any", self.app)), base_url="http://t"

@@ -19,7 +19,7 @@ from loraplex.core.errors import CapacityError, ErrorCode
 from loraplex.process.logs import FIELDS
 from loraplex.server import probes
 from loraplex.server.exchange import Exchange
-from loraplex.server.service import Phase
+from loraplex.server.service import ServicePhase
 
 
 def test_methods_of_a_path(tmp_path: Path) -> None:
@@ -68,11 +68,11 @@ JSON = (b"content-type", b"application/json")
 
 def test_health_says_whether_there_is_an_engine_that_lives(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
-        front.service.phase = Phase.STARTING
+        front.service.phase = ServicePhase.STARTING
         response = await front.http.get("/health")
         assert error_of(response)[:2] == (503, "engine_unavailable")
         assert "starting" in response.json()["error"]["message"]
-        for phase in (Phase.OPEN, Phase.DRAINING):
+        for phase in (ServicePhase.OPEN, ServicePhase.DRAINING):
             front.service.phase = phase
             assert (await front.http.get("/health")).json() == {"status": "ok"}
             front.supervisor.ready = False

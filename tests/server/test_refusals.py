@@ -10,7 +10,7 @@ from tests.server.rig import BASE, MAX_LEN, Front, error_of, run
 
 from loraplex.core import limits
 from loraplex.core.messages import Submit
-from loraplex.server.service import Phase
+from loraplex.server.service import ServicePhase
 
 BAD, OPTION, SAMPLING = (400, "invalid_request"), (400, "unsupported_option"), (400, "invalid_sampling")
 SCHEMA = (400, "schema_unsupported")
@@ -232,11 +232,11 @@ def test_paths_and_methods(tmp_path: Path) -> None:
 
 def test_nothing_is_taken_before_ready_or_while_draining(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
-        front.service.phase = Phase.DRAINING
+        front.service.phase = ServicePhase.DRAINING
         assert error_of(await front.complete())[:2] == (503, "shutting_down")
         assert error_of(await front.http.get("/ready"))[:2] == (503, "shutting_down")
         assert (await front.http.get("/health")).json() == {"status": "ok"}
-        front.service.phase = Phase.OPEN
+        front.service.phase = ServicePhase.OPEN
         front.supervisor.ready = False
         response = await front.chat()
         assert error_of(response)[:2] == (503, "engine_unavailable")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from loraplex.artifact.base_modules import BaseModule
-from loraplex.artifact.patterns import Pattern, Work, compile_pattern, is_plain
+from loraplex.artifact.patterns import Pattern, StepBudget, compile_pattern, is_plain
 from loraplex.artifact.peft_config import Names, PeftConfig
 from loraplex.core.ids import LAYER_MODULES
 
@@ -27,7 +27,7 @@ class Selector:
 
     def __init__(self, config: PeftConfig) -> None:
         self.config = config
-        self._work = Work()
+        self._work = StepBudget()
         self._targets = _Listed(config.targets or Names(), self._work)
         self._exclude = _Listed(config.exclude, self._work)
         self._feedforward = _Listed(config.feedforward, self._work)
@@ -71,7 +71,7 @@ class _Ordered(Generic[Value]):
     they have some. Only the others are run one by one.
     """
 
-    def __init__(self, entries: Sequence[tuple[str, Value]], work: Work) -> None:
+    def __init__(self, entries: Sequence[tuple[str, Value]], work: StepBudget) -> None:
         self._values = [value for _, value in entries]
         self._work = work
         self._patterns: list[tuple[int, Pattern]] = []
@@ -109,7 +109,7 @@ class _Ordered(Generic[Value]):
 class _Listed:
     """Names or a pattern, ready to ask."""
 
-    def __init__(self, names: Names, work: Work) -> None:
+    def __init__(self, names: Names, work: StepBudget) -> None:
         self._names = names.names
         self._pattern = None if names.pattern is None else compile_pattern(names.pattern)
         self._work = work

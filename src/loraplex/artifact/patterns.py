@@ -32,7 +32,7 @@ class PatternError(ValueError):
 
 
 @dataclass(slots=True)
-class Work:
+class StepBudget:
     """Steps that matching may still take; a step follows one position over one node of a pattern."""
 
     left: int = MAX_PATTERN_STEPS
@@ -56,11 +56,11 @@ class Pattern:
     nodes: tuple[Node, ...]
     fixed: int | None
 
-    def fullmatch(self, name: str, work: Work) -> bool:
+    def fullmatch(self, name: str, work: StepBudget) -> bool:
         """Whether the whole of `name` matches."""
         return self.reaches_end(name, (0,), work)
 
-    def reaches_end(self, name: str, starts: Sequence[int], work: Work) -> bool:
+    def reaches_end(self, name: str, starts: Sequence[int], work: StepBudget) -> bool:
         """Whether a match that begins at one of `starts` ends where `name` ends."""
         if self.fixed is not None:
             start = len(name) - self.fixed
@@ -120,7 +120,7 @@ def _children(code: Any, argument: Any) -> list[Any]:
     raise PatternError(f"it uses {str(code).lower()}, which is not read here")
 
 
-def _sequence(nodes: Iterable[Node], name: str, starts: Positions, work: Work) -> Positions:
+def _sequence(nodes: Iterable[Node], name: str, starts: Positions, work: StepBudget) -> Positions:
     for code, argument in nodes:
         if not starts:
             break
@@ -128,7 +128,7 @@ def _sequence(nodes: Iterable[Node], name: str, starts: Positions, work: Work) -
     return starts
 
 
-def _step(code: Any, argument: Any, name: str, starts: Positions, work: Work) -> Positions:
+def _step(code: Any, argument: Any, name: str, starts: Positions, work: StepBudget) -> Positions:
     work.spend(len(starts) * (len(argument) if code is op.IN else 1))
     if code is op.BRANCH:
         work.spend(len(argument[1]))
@@ -145,7 +145,7 @@ def _step(code: Any, argument: Any, name: str, starts: Positions, work: Work) ->
     return frozenset(i + 1 for i in starts if i < len(name) and _character(code, argument, name[i]))
 
 
-def _repeat(argument: Any, name: str, starts: Positions, work: Work) -> Positions:
+def _repeat(argument: Any, name: str, starts: Positions, work: StepBudget) -> Positions:
     """Positions after `low` to `high` rounds; sets stop changing after len(name) + 1 rounds at the latest."""
     low, high, body = argument
     at = starts
@@ -174,7 +174,7 @@ def _anchor(kind: Any, name: str, at: int) -> bool:
     return (before != after) is (kind is op.AT_BOUNDARY)
 
 
-def _looks(argument: Any, name: str, at: int, work: Work) -> bool:
+def _looks(argument: Any, name: str, at: int, work: StepBudget) -> bool:
     """Whether a look-ahead or look-behind matches at `at`."""
     direction, body = argument
     if direction > 0:

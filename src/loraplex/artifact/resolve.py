@@ -19,22 +19,22 @@ from loraplex.artifact.peft_config import BiasMode, PeftConfig, PeftType
 from loraplex.artifact.record import AdaptedModule, Artifact, Method, Role
 from loraplex.artifact.refuse import bad_config, missing_tensor, unmatched, unsupported, wrong_base
 from loraplex.artifact.shapes import Placed, check_shapes
-from loraplex.artifact.tensor_names import Kind, TensorName, parse_name
+from loraplex.artifact.tensor_names import TensorKind, TensorName, parse_name
 from loraplex.artifact.tensors import Dtype, Tensor, TensorHeader
 from loraplex.core.ids import Module
 from loraplex.identity.scale import ScaleRule
 
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_ROLES: Final[dict[Kind, Role]] = {
-    Kind.LORA_A: Role.A,
-    Kind.LORA_B: Role.B,
-    Kind.LORA_B_BIAS: Role.LORA_BIAS,
-    Kind.EMBEDDING_A: Role.A,
-    Kind.EMBEDDING_B: Role.B,
-    Kind.MAGNITUDE: Role.MAGNITUDE,
-    Kind.BIAS: Role.BIAS,
+_ROLES: Final[dict[TensorKind, Role]] = {
+    TensorKind.LORA_A: Role.A,
+    TensorKind.LORA_B: Role.B,
+    TensorKind.LORA_B_BIAS: Role.LORA_BIAS,
+    TensorKind.EMBEDDING_A: Role.A,
+    TensorKind.EMBEDDING_B: Role.B,
+    TensorKind.MAGNITUDE: Role.MAGNITUDE,
+    TensorKind.BIAS: Role.BIAS,
 }
-_Found = dict[str, dict[Kind, TensorHeader]]
+_Found = dict[str, dict[TensorKind, TensorHeader]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def _assign(
                 f"tensor {tensor.name} belongs to another adapter than those before it: the file holds "
                 f"{', '.join(sorted(adapters))}; save each into a folder of its own",
             )
-        if name.kind is Kind.BASE_WEIGHT:
+        if name.kind is TensorKind.BASE_WEIGHT:
             carried.append(Carried(tensor, modules[name.module]))
             continue
         _check_kind(config, name, modules[name.module], name.module in selected)
@@ -171,7 +171,7 @@ def _refuse_unknown(name: TensorName, base: BaseModules) -> None:
 
 def _check_kind(config: PeftConfig, name: TensorName, module: BaseModule, selected: bool) -> None:
     """The configuration explains a tensor of this kind on this module."""
-    if name.kind is Kind.BIAS:
+    if name.kind is TensorKind.BIAS:
         if config.bias is BiasMode.NONE or (config.bias is BiasMode.LORA_ONLY and not selected):
             raise unmatched(
                 name.full, f"tensor {name.full} is a bias, but the configuration's bias is {config.bias}"
@@ -192,23 +192,23 @@ def _check_kind(config: PeftConfig, name: TensorName, module: BaseModule, select
         )
 
 
-def _expected(config: PeftConfig, module: BaseModule) -> set[Kind]:
+def _expected(config: PeftConfig, module: BaseModule) -> set[TensorKind]:
     """Kinds that a selected module must have, without biases."""
     if config.kind is PeftType.IA3:
-        return {Kind.IA3}
+        return {TensorKind.IA3}
     if module.module is Module.EMBED:
-        kinds = {Kind.EMBEDDING_A, Kind.EMBEDDING_B}
+        kinds = {TensorKind.EMBEDDING_A, TensorKind.EMBEDDING_B}
     else:
-        kinds = {Kind.LORA_A, Kind.LORA_B}
+        kinds = {TensorKind.LORA_A, TensorKind.LORA_B}
         if config.lora_bias:
-            kinds.add(Kind.LORA_B_BIAS)
+            kinds.add(TensorKind.LORA_B_BIAS)
     if config.use_dora:
-        kinds.add(Kind.MAGNITUDE)
+        kinds.add(TensorKind.MAGNITUDE)
     return kinds
 
 
 def _place(
-    selector: Selector, module: BaseModule, kinds: Mapping[Kind, TensorHeader], selected: bool
+    selector: Selector, module: BaseModule, kinds: Mapping[TensorKind, TensorHeader], selected: bool
 ) -> Placed:
     config = selector.config
     if selected:
@@ -245,10 +245,10 @@ def _check_module(config: PeftConfig, module: BaseModule) -> None:
 
 
 def _roles(
-    selector: Selector, module: BaseModule, kinds: Mapping[Kind, TensorHeader]
+    selector: Selector, module: BaseModule, kinds: Mapping[TensorKind, TensorHeader]
 ) -> Iterable[tuple[Role, TensorHeader]]:
     for kind, tensor in sorted(kinds.items()):
-        if kind is Kind.IA3:
+        if kind is TensorKind.IA3:
             yield (Role.IA3_IN if selector.feedforward(module) else Role.IA3_OUT), tensor
         else:
             yield _ROLES[kind], tensor

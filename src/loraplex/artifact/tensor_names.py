@@ -10,7 +10,7 @@ from typing import Final
 PREFIXES: Final = ("base_model.model.", "")
 
 
-class Kind(StrEnum):
+class TensorKind(StrEnum):
     """What the end of a tensor name says."""
 
     LORA_A = "lora_A"
@@ -30,7 +30,7 @@ class TensorName:
 
     full: str
     module: str
-    kind: Kind
+    kind: TensorKind
     adapter: str | None
 
 
@@ -38,18 +38,18 @@ _ADAPTER: Final = r"(?:\.(?P<adapter>[^.]+))?"
 _FORMS: Final = tuple(
     (kind, re.compile(form if form.startswith("(?P<module>") else rf"(?P<module>.+)\.{form}"))
     for kind, form in (
-        (Kind.LORA_A, rf"lora_A{_ADAPTER}\.weight"),
-        (Kind.LORA_B, rf"lora_B{_ADAPTER}\.weight"),
-        (Kind.LORA_B_BIAS, rf"lora_B{_ADAPTER}\.bias"),
-        (Kind.EMBEDDING_A, rf"lora_embedding_A{_ADAPTER}"),
-        (Kind.EMBEDDING_B, rf"lora_embedding_B{_ADAPTER}"),
-        (Kind.MAGNITUDE, rf"lora_magnitude_vector{_ADAPTER}\.weight"),
-        (Kind.MAGNITUDE, rf"lora_magnitude_vector{_ADAPTER}"),
-        (Kind.IA3, rf"ia3_l{_ADAPTER}"),
-        (Kind.BASE_WEIGHT, r"base_layer\.weight"),
-        (Kind.BASE_WEIGHT, r"(?P<module>(?:.+\.)?(?:embed_tokens|lm_head))\.weight"),
-        (Kind.BIAS, r"base_layer\.bias"),
-        (Kind.BIAS, r"bias"),
+        (TensorKind.LORA_A, rf"lora_A{_ADAPTER}\.weight"),
+        (TensorKind.LORA_B, rf"lora_B{_ADAPTER}\.weight"),
+        (TensorKind.LORA_B_BIAS, rf"lora_B{_ADAPTER}\.bias"),
+        (TensorKind.EMBEDDING_A, rf"lora_embedding_A{_ADAPTER}"),
+        (TensorKind.EMBEDDING_B, rf"lora_embedding_B{_ADAPTER}"),
+        (TensorKind.MAGNITUDE, rf"lora_magnitude_vector{_ADAPTER}\.weight"),
+        (TensorKind.MAGNITUDE, rf"lora_magnitude_vector{_ADAPTER}"),
+        (TensorKind.IA3, rf"ia3_l{_ADAPTER}"),
+        (TensorKind.BASE_WEIGHT, r"base_layer\.weight"),
+        (TensorKind.BASE_WEIGHT, r"(?P<module>(?:.+\.)?(?:embed_tokens|lm_head))\.weight"),
+        (TensorKind.BIAS, r"base_layer\.bias"),
+        (TensorKind.BIAS, r"bias"),
     )
 )
 

@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.bench.engines import Engine, Ours, Peft, Vllm, Work
+from loraplex.bench.engines import Engine, Ours, Peft, RequestBatch, Vllm
 
 OURS: Final = Ours.name
 PEER_NAMES: Final = (Peft.name, Vllm.name)
@@ -146,7 +146,7 @@ def _cases(options: DecodeOptions, have: int) -> list[DecodeCase]:
     return [DecodeCase(c.requests, min(c.adapters, have), c.mixed) for c in wanted if c.adapters == 0 or have]
 
 
-def work_of(options: DecodeOptions, case: DecodeCase, vocab: int, seed: int) -> Work:
+def work_of(options: DecodeOptions, case: DecodeCase, vocab: int, seed: int) -> RequestBatch:
     """Requests of a case; mixed lengths run from half to one and a half times the options' lengths, new tokens too."""
     rng = np.random.default_rng(seed)
 
@@ -158,7 +158,7 @@ def work_of(options: DecodeOptions, case: DecodeCase, vocab: int, seed: int) -> 
 
     prompts = [rng.integers(0, vocab, n).tolist() for n in lengths(options.prompt_tokens)]
     chosen = [i % case.adapters if case.adapters else None for i in range(case.requests)]
-    return Work(prompts, chosen, lengths(options.new_tokens))
+    return RequestBatch(prompts, chosen, lengths(options.new_tokens))
 
 
 def _measure(

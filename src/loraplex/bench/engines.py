@@ -24,7 +24,7 @@ STATIC_BATCH: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RequestBatch:
     """One batch of requests. adapters: index of each request's adapter, None for the base; new_tokens: of each."""
 
     prompts: list[list[int]]
@@ -37,7 +37,7 @@ class Engine(Protocol):
 
     name: str
 
-    def generate(self, work: Work) -> int:
+    def generate(self, work: RequestBatch) -> int:
         """Answer every request; the number of tokens that were asked for."""
         ...
 
@@ -62,7 +62,7 @@ class Ours:
         self._llm = LLM(model, dict(adapters), device=device, dtype=dtype)
         self.vocab = self._llm.vocab_size
 
-    def generate(self, work: Work) -> int:
+    def generate(self, work: RequestBatch) -> int:
         """See `Engine.generate`."""
         params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in work.new_tokens]
         names = [None if index is None else self._names[index] for index in work.adapters]
@@ -109,7 +109,7 @@ class Peft:
                 tuned.load_adapter(path, adapter_name=name)
             self._tuned = tuned.eval()
 
-    def generate(self, work: Work) -> int:
+    def generate(self, work: RequestBatch) -> int:
         """See `Engine.generate`: static batches in order of length, padded left, as long as their longest answer."""
         order = sorted(range(len(work.prompts)), key=lambda i: (len(work.prompts[i]) + work.new_tokens[i], i))
         for at in range(0, len(order), STATIC_BATCH):
@@ -120,7 +120,7 @@ class Peft:
         """See `Engine.cpu_seconds`."""
         return time.process_time()
 
-    def _batch(self, work: Work, chosen: list[int]) -> None:
+    def _batch(self, work: RequestBatch, chosen: list[int]) -> None:
         import torch
 
         width = max(len(work.prompts[i]) for i in chosen)
@@ -177,7 +177,7 @@ class Vllm:
             self.close()
             raise
 
-    def generate(self, work: Work) -> int:
+    def generate(self, work: RequestBatch) -> int:
         """See `Engine.generate`."""
         tuned = any(index is not None for index in work.adapters)
         child = self._children[-1 if tuned else 0]

@@ -20,11 +20,6 @@ COLOURS: Final = (
 Series = Mapping[str, Sequence[tuple[float, float]]]
 
 
-def chart(title: str, x_name: str, y_name: str, series: Series) -> str:
-    """One chart. series: name -> (x, y) points, all positive."""
-    return document([(title, x_name, y_name, series)])
-
-
 def document(charts: Sequence[tuple[str, str, str, Series]]) -> str:
     """Charts below each other."""
     body = "".join(

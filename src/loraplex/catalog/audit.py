@@ -14,7 +14,7 @@ from sqlalchemy import Connection, select
 from loraplex.catalog.records import AliasKey, ArtifactRecord, Revision, damaged, decode
 from loraplex.catalog.schema import aliases, artifacts, meta, publications
 from loraplex.catalog.sealed_rows import (
-    Kind,
+    RowKind,
     alias_state,
     all_grants,
     current_rows,
@@ -148,14 +148,14 @@ def _log(
     last = {
         AliasKey(row["namespace"], row["alias"]): row
         for row in rows
-        if row["kind"] in (Kind.ADD, Kind.SWAP, Kind.REMOVE)
+        if row["kind"] in (RowKind.ADD, RowKind.SWAP, RowKind.REMOVE)
     }
     for row in connection.execute(select(aliases)).mappings():
         line = last.get(AliasKey(row["namespace"], row["alias"]))
         said = (
             None
             if line is None
-            else (line["generation"], None if line["kind"] == Kind.REMOVE else line["revision"])
+            else (line["generation"], None if line["kind"] == RowKind.REMOVE else line["revision"])
         )
         if said != (row["generation"], row["current"]):
             problems.append(

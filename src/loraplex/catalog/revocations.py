@@ -12,7 +12,7 @@ from sqlalchemy import Connection, and_, func, select
 
 from loraplex.catalog.records import AliasKey
 from loraplex.catalog.schema import aliases, publications, revisions, revoked
-from loraplex.catalog.sealed_rows import Kind, of_alias
+from loraplex.catalog.sealed_rows import RowKind, of_alias
 from loraplex.core.errors import CallerError, ErrorCode
 
 
@@ -32,7 +32,7 @@ def is_revoked(connection: Connection, semantic: str, namespace: str | None) -> 
     if connection.execute(everywhere).first() is not None:
         return True
     here = select(publications.c.generation).where(
-        publications.c.kind == Kind.REVOKE.value,
+        publications.c.kind == RowKind.REVOKE.value,
         publications.c.namespace == namespace,
         publications.c.alias == semantic,
     )
@@ -43,7 +43,7 @@ def revoked_by_tenants(connection: Connection, after: int) -> tuple[str, ...]:
     """Artifacts that tenants revoked for themselves after a generation."""
     query = select(publications.c.alias).where(
         publications.c.generation > after,
-        publications.c.kind == Kind.REVOKE.value,
+        publications.c.kind == RowKind.REVOKE.value,
         publications.c.namespace != "",
     )
     return tuple(connection.execute(query).scalars())
@@ -70,6 +70,6 @@ def served_elsewhere(connection: Connection, semantic: str, tenant: str) -> bool
 def last_removal(connection: Connection, alias_key: AliasKey) -> int:
     """The generation at which an alias was last removed, 0 where it never was."""
     removed = select(func.max(publications.c.generation)).where(
-        *of_alias(publications, alias_key), publications.c.kind == Kind.REMOVE.value
+        *of_alias(publications, alias_key), publications.c.kind == RowKind.REMOVE.value
     )
     return connection.execute(removed).scalar_one() or 0

@@ -25,7 +25,7 @@ _JOINED: Final = (
 )  # fmt: skip
 
 
-class Kind(StrEnum):
+class RowKind(StrEnum):
     """Why a generation advanced."""
 
     ADD = "add"
@@ -114,7 +114,7 @@ def read_revision(row: RowMapping, number: int | None = None) -> Revision:
 
 def all_grants(connection: Connection, after: int) -> tuple[tuple[Grant, ...] | None, list[LoraplexError]]:
     """Every grant, or None when none changed; and what is wrong with damaged ones, which permit nothing."""
-    kinds = (Kind.GRANT.value, Kind.WITHDRAW.value)
+    kinds = (RowKind.GRANT.value, RowKind.WITHDRAW.value)
     changed = connection.execute(
         select(func.count()).where(publications.c.generation > after, publications.c.kind.in_(kinds))
     ).scalar_one()

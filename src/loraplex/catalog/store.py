@@ -51,7 +51,7 @@ from loraplex.catalog.row_writes import insert_artifact, insert_grant, insert_re
 from loraplex.catalog.schema import aliases, artifacts, grants, meta, publications, revisions, revoked
 from loraplex.catalog.sealed_rows import (
     AliasState,
-    Kind,
+    RowKind,
     alias_state,
     all_grants,
     content_of,
@@ -121,7 +121,7 @@ class CatalogStore:
             insert_artifact(connection, draft.artifact)
             insert_revision(connection, new)
             point(connection, alias_key, generation, new.revision, first=state is None)
-            kind = Kind.SWAP if old is not None else Kind.ADD
+            kind = RowKind.SWAP if old is not None else RowKind.ADD
             self._log(connection, generation, kind, alias_key, new.revision, draft.actor)
         return old, new
 
@@ -139,7 +139,7 @@ class CatalogStore:
             if old is None:
                 raise not_registered(alias_key.alias)
             point(connection, alias_key, generation, None, first=False)
-            self._log(connection, generation, Kind.REMOVE, alias_key, old.revision, actor)
+            self._log(connection, generation, RowKind.REMOVE, alias_key, old.revision, actor)
         return old, generation
 
     def revoke(self, semantic: str, actor: str = OPERATOR, tenant: str | None = None) -> list[Revision]:
@@ -176,12 +176,14 @@ class CatalogStore:
                     param="alias",
                 )
             where = AliasKey(tenant or "", semantic)
-            self._log(connection, generation, Kind.REVOKE, where, None, actor)
+            self._log(connection, generation, RowKind.REVOKE, where, None, actor)
             gone = [read_revision(row, row["current"]) for row in rows]
             for revision in gone:
                 generation = _advance(connection, None)
                 point(connection, revision.alias_key, generation, None, first=False)
-                self._log(connection, generation, Kind.REMOVE, revision.alias_key, revision.revision, actor)
+                self._log(
+                    connection, generation, RowKind.REMOVE, revision.alias_key, revision.revision, actor
+                )
         return gone
 
     def grant(self, record: Grant, actor: str = OPERATOR) -> int:
@@ -192,7 +194,7 @@ class CatalogStore:
             connection.execute(delete(grants).where(_names(record)))
             insert_grant(connection, record, generation)
             where = AliasKey(record.namespace, record.alias)
-            self._log(connection, generation, Kind.GRANT, where, None, actor)
+            self._log(connection, generation, RowKind.GRANT, where, None, actor)
         return generation
 
     def withdraw(self, namespace: str, alias: str, tenant: str, actor: str = OPERATOR) -> int:
@@ -206,7 +208,7 @@ class CatalogStore:
                     f"there is no record of tenant {tenant!r} for {alias!r} in {namespace!r}",
                     param="tenant",
                 )
-            self._log(connection, generation, Kind.WITHDRAW, AliasKey(namespace, alias), None, actor)
+            self._log(connection, generation, RowKind.WITHDRAW, AliasKey(namespace, alias), None, actor)
         return generation
 
     # Questions
@@ -299,7 +301,7 @@ class CatalogStore:
         self,
         connection: Connection,
         generation: int,
-        kind: Kind,
+        kind: RowKind,
         alias_key: AliasKey,
         revision: int | None,
         actor: str,

@@ -61,7 +61,7 @@ class GenerationNumber:
         return hash((type(self).__name__, self.value))
 
 
-class CatalogRevision(GenerationNumber):
+class CatalogGeneration(GenerationNumber):
     """Advances when an alias or an authorization record is republished."""
 
 

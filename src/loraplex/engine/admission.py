@@ -17,7 +17,7 @@ from typing import Final
 from loraplex.core.errors import CapacityError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.events import RequestAdmitted
 from loraplex.engine import constraints, endings, prefixes
-from loraplex.engine.request_state import LoadJob, Phase, Purpose, RequestRecord
+from loraplex.engine.request_state import LoadJob, Purpose, RequestRecord, Stage
 from loraplex.engine.residency import feasibility, hosting, loads, room, transitions, victims
 from loraplex.engine.state import EngineState
 from loraplex.memory.residency import AdapterEntry
@@ -81,7 +81,7 @@ def admit(state: EngineState) -> None:
 
 def _slots_promised(state: EngineState) -> int:
     return sum(
-        1 for job in state.loads.values() if job.record is not None and job.record.phase is Phase.LOADING
+        1 for job in state.loads.values() if job.record is not None and job.record.stage is Stage.LOADING
     )
 
 
@@ -168,7 +168,7 @@ def _try_cold(
         return Outcome.SKIPPED
     outcome = _take(state, record, hit, partial(room.take_for_load, state, demand, entry), Outcome.SKIPPED)
     if record.transaction is not None:
-        record.phase = Phase.LOADING
+        record.stage = Stage.LOADING
         loads.begin(state, entry, record.transaction, Purpose.ADMISSION, record)
     return outcome
 
@@ -207,7 +207,7 @@ def bind(state: EngineState, record: RequestRecord) -> None:
     table.scored[slot] = record.scored
     table.masked[slot] = record.constraint is not None
     table.invoked[slot] = max(record.invoked_at, 0)
-    record.slot, record.phase, record.skipped = slot, Phase.RUNNING, 0
+    record.slot, record.stage, record.skipped = slot, Stage.RUNNING, 0
     state.by_slot[slot] = record
     state.deltas.open_request(record, slot, incarnation, cached)
     prefixes.bind(state, record)
@@ -222,7 +222,7 @@ def bind(state: EngineState, record: RequestRecord) -> None:
 def loaded(state: EngineState, job: LoadJob) -> None:
     """The load that a request's admission started is published: run the request; its transaction ends with that."""
     record = job.record
-    if record is not None and record.phase is Phase.LOADING:
+    if record is not None and record.stage is Stage.LOADING:
         bind(state, record)
     else:
         job.transaction.close()

@@ -15,7 +15,7 @@ from loraplex.core.packed import I32, bits_float, each
 from loraplex.core.plan import BatchPlan, StepResult
 from loraplex.core.request import FinishReason
 from loraplex.engine import admission, constraints, endings, growth, prefixes
-from loraplex.engine.request_state import Phase, RequestRecord
+from loraplex.engine.request_state import RequestRecord, Stage
 from loraplex.engine.residency import loads
 from loraplex.engine.state import EngineState, Flight
 from loraplex.schedule.running import Slots
@@ -38,7 +38,7 @@ def apply_result(state: EngineState, flight: Flight, result: StepResult) -> None
     slots: Slots = plan.requests.slot.astype(np.int64)
     state.table.commit(slots, plan.requests.rows)
     state.table.forget_references(plan.generation)
-    state.committed = plan.generation
+    state.committed_launch = plan.generation
     faulty = {int(slots[index]) for index in result.faults.request}
     scored = _prompt_logprobs(state, flight, result)
     sampled: Slots = plan.sample_slots.astype(np.int64)
@@ -172,7 +172,7 @@ def _binding(state: EngineState, record: RequestRecord, plan: int) -> TokenBindi
 def _live(state: EngineState, slot: int) -> RequestRecord | None:
     """The request that runs in `slot` and has not ended."""
     record = state.by_slot.get(slot)
-    return record if record is not None and record.phase is not Phase.ENDED else None
+    return record if record is not None and record.stage is not Stage.ENDED else None
 
 
 def _count_output(state: EngineState, record: RequestRecord, token: int) -> None:
@@ -197,7 +197,7 @@ def settle_slots(state: EngineState, slots: Slots) -> None:
         record = state.by_slot.get(slot)
         if record is None:
             continue
-        if record.phase is Phase.ENDED:
+        if record.stage is Stage.ENDED:
             endings.settle(state, record)
         elif record.preempting:
             growth.preempt(state, record)
@@ -242,7 +242,7 @@ def undo(state: EngineState, failed: list[tuple[Flight, str]]) -> None:
         samples[plan.samples.request] = True
         state.table.rollback_planned(slots, plan.requests.rows, samples)
         state.table.forget_references(plan.generation)
-        state.committed = max(state.committed, plan.generation)
+        state.committed_launch = max(state.committed_launch, plan.generation)
         code, _, text = message.partition(": ")
         known = code if code in ErrorCode._value2member_map_ else ErrorCode.BACKEND_FAILED.value
         now = state.clock.now_ns()

@@ -11,7 +11,7 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.events import RequestFinished
 from loraplex.core.messages import Ended
 from loraplex.engine import prefixes
-from loraplex.engine.request_state import Phase, RequestRecord
+from loraplex.engine.request_state import RequestRecord, Stage
 from loraplex.engine.residency import transitions
 from loraplex.engine.state import EngineState
 from loraplex.memory.pages import PageState
@@ -26,9 +26,9 @@ def end(
     stop_token: int | None = None,
 ) -> None:
     """End a request, once: its `Ended` message and event go out, its resources as soon as nothing is in flight."""
-    if record.phase is Phase.ENDED:
+    if record.stage is Stage.ENDED:
         return
-    was, record.phase = record.phase, Phase.ENDED
+    was, record.stage = record.stage, Stage.ENDED
     del state.records[record.request_id]
     state.queue.discard(record.request_id)
     code = error.code.value if error is not None else None
@@ -41,10 +41,10 @@ def end(
             record.outputs, now - record.arrival_ns,
         )
     )  # fmt: skip
-    if was is Phase.RUNNING:
+    if was is Stage.RUNNING:
         state.table.stopping[record.slot] = True
-    elif was is Phase.LOADING and record.transaction is not None:
-        record.transaction.release_kv(state.launched)
+    elif was is Stage.LOADING and record.transaction is not None:
+        record.transaction.release_kv(state.newest_launch)
         record.transaction = None
         prefixes.release(state, record)
     settle(state, record)

@@ -13,7 +13,7 @@ import numpy as np
 from loraplex.core.events import RequestPreempted
 from loraplex.core.packed import I32
 from loraplex.engine import endings
-from loraplex.engine.request_state import Phase, RequestRecord
+from loraplex.engine.request_state import RequestRecord, Stage
 from loraplex.engine.residency import room
 from loraplex.engine.state import EngineState
 from loraplex.memory.pages import PageState
@@ -75,7 +75,7 @@ def _preempt_younger(state: EngineState, slot: int) -> bool:
     if any(record.preempting for record in state.by_slot.values()):
         return False
     order = state.table.order[slot]
-    younger = [r for r in state.by_slot.values() if r.ticket.order > order and r.phase is Phase.RUNNING]
+    younger = [r for r in state.by_slot.values() if r.ticket.order > order and r.stage is Stage.RUNNING]
     if not younger:
         return False
     victim = max(younger, key=lambda r: r.ticket.order)
@@ -99,6 +99,6 @@ def preempt(state: EngineState, record: RequestRecord) -> None:
     )
     endings.release_slot(state, record)
     record.preempting = False
-    record.phase = Phase.WAITING
+    record.stage = Stage.WAITING
     state.preemptions += 1
     state.queue.push(record.ticket)

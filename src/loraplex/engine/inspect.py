@@ -41,7 +41,7 @@ def inspect_engine(state: EngineState, keys: tuple[str, ...] | None = None) -> d
         },
         "slabs": asdict(state.pool.slabs.counts()),
         "requests": {"running": len(state.by_slot), "waiting": len(state.queue), "live": len(state.records)},
-        "steps": {"launched": state.launched, "committed": state.committed},
+        "steps": {"launched": state.newest_launch, "committed": state.committed_launch},
         "preemptions": state.preemptions,
         "pins": {"adapters": len(state.pinned), "pages": pinned_pages(state)},
         "host": {

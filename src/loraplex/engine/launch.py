@@ -34,7 +34,7 @@ def make_flight(state: EngineState, selection: Selection) -> Flight | None:
     plan = plan_selection(
         state.table,
         selection,
-        generation=state.launched + 1,
+        generation=state.newest_launch + 1,
         newest_launched=state.newest_in_flight,
         deltas=deltas,
         masks=masks,
@@ -55,14 +55,14 @@ def launch(state: EngineState, backend: Backend, flight: Flight) -> bool:
             raise
         return False
     backend.launch(plan.pack())
-    state.launched = plan.generation
+    state.newest_launch = plan.generation
     selection = flight.selection
     state.table.advance_planned(selection.slots, selection.rows, selection.samples)
     samplers = plan.sample_slots.astype(np.int64)
     state.table.note_samples(selection.slots, samplers, plan.generation)
     entry_of_slot, generation = state.entry_of_slot, plan.generation
     for slot in plan.group_adapters.tolist():
-        entry_of_slot[slot].last_plan = generation
+        entry_of_slot[slot].last_launch = generation
     state.pool.name(plan.scrub_pages, plan.generation)
     state.pool.slabs.name(plan.scrub_blocks, plan.generation)
     state.flights.append(flight)

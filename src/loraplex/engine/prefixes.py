@@ -139,7 +139,7 @@ def acquire(state: EngineState, record: RequestRecord, hit: Hit) -> None:
     if prefix is None:
         return
     prefix.matched = hit.matched
-    prefix.receipt = state.prefix.acquire(prefix.keys[: hit.reused], state.launched)
+    prefix.receipt = state.prefix.acquire(prefix.keys[: hit.reused], state.newest_launch)
     prefix.blocks = list(prefix.receipt.blocks)
 
 
@@ -180,7 +180,7 @@ def release(state: EngineState, record: RequestRecord) -> None:
         return
     blocks, prefix.blocks, prefix.receipt = prefix.blocks, [], EMPTY_RECEIPT
     if blocks:
-        _free(state, state.prefix.release(blocks, state.launched), "dropped")
+        _free(state, state.prefix.release(blocks, state.newest_launch), "dropped")
     _no_longer_computing(state, prefix, prefix.computing)
 
 

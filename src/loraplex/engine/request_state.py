@@ -17,7 +17,7 @@ from loraplex.memory.transaction import Transaction
 from loraplex.schedule.queue import Ticket
 
 
-class Phase(StrEnum):
+class Stage(StrEnum):
     """Where a request is in its life."""
 
     WAITING = "waiting"
@@ -53,7 +53,7 @@ class RequestRecord:
 
     tokens: known tokens while it waits (prompt, after a preemption with its output). ticket: its place in the queue,
     given once. grammar: what its output must follow; constraint: how far it has come there, from its first admission on.
-    load_attempts: loads for it that failed; a retry keeps everything else. scored: prompt positions whose log
+    load_failures: loads for it that failed; a retry keeps everything else. scored: prompt positions whose log
     probabilities were sent. admissions: how often it was admitted; bound_admission: the last of which a client knows
     what it was bound to. invoked_at: position from which on an activated adapter acts, -1 for every other request. prefix:
     None where nothing of it is cached. awaits: what it is parked for. preempting: its pages go as soon as nothing
@@ -71,7 +71,7 @@ class RequestRecord:
     prompt_tokens: int
     tokens: I32
     revision: RevisionLease | None
-    phase: Phase = Phase.WAITING
+    stage: Stage = Stage.WAITING
     slot: int = -1
     lease: SlotLease | None = None
     transaction: Transaction | None = None
@@ -80,7 +80,7 @@ class RequestRecord:
     admissions: int = 0
     bound_admission: int = 0
     skipped: int = 0
-    load_attempts: int = 0
+    load_failures: int = 0
     preempting: bool = False
     grammar: str | None = None
     constraint: Constraint | None = None
@@ -139,19 +139,19 @@ class LoadJob:
 
 @dataclass(slots=True)
 class Want:
-    """A call that wishes an adapter on the device. tries: steps in which it found no pages, the last of them when
+    """A call that wants an adapter on the device. fruitless_steps: steps in which it found no pages, the last of them when
     plan `tried_at` was the newest that had been committed. host_only: its image in host memory is enough."""
 
     entry: AdapterEntry
     purpose: Purpose
     call_id: int
-    tries: int = 0
+    fruitless_steps: int = 0
     tried_at: int = -1
     host_only: bool = False
 
     def found_nothing(self, committed: int) -> None:
         """Note a step without pages or bytes for it. committed: newest committed plan."""
-        self.tries += 1
+        self.fruitless_steps += 1
         self.tried_at = committed
 
     def stalled(self, committed: int) -> bool:

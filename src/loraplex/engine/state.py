@@ -126,8 +126,8 @@ class EngineState:
         self.deltas = PendingDeltas()
         self.outbox: list[FromEngine] = []
         self.events: list[Event] = []
-        self.launched = 0
-        self.committed = 0
+        self.newest_launch = 0
+        self.committed_launch = 0
         self.arrivals = 0
         self.transactions = 0
         self.preemptions = 0
@@ -186,7 +186,7 @@ class EngineState:
             or self.deltas
             or self.loads
             or self.departing
-            or any(not wanted.stalled(self.committed) for wanted in self.wants)
+            or any(not wanted.stalled(self.committed_launch) for wanted in self.wants)
             or self.host.fetching
         )
 
@@ -218,4 +218,4 @@ class EngineState:
     @property
     def fence(self) -> int:
         """Newest launch that may touch a page given up now; the next one where it will be scrubbed."""
-        return self.launched + 1 if self.limits.scrub else self.launched
+        return self.newest_launch + 1 if self.limits.scrub else self.newest_launch

@@ -81,8 +81,3 @@ def check_history(history: History) -> None:
             raise invalid(f"the interval at {after.start} does not change what {before.start} began")
     for interval in history:
         check_digest("execution", interval.execution)
-
-
-def execution_at(history: History, position: int) -> str:
-    """The execution under which the row at `position` is made."""
-    return next(interval.execution for interval in reversed(history) if interval.start <= position)

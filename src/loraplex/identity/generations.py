@@ -12,7 +12,7 @@ from typing import Final
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import (
     CacheGeneration,
-    CatalogRevision,
+    CatalogGeneration,
     GenerationNumber,
     PlanGeneration,
     PointerTableGeneration,
@@ -26,7 +26,7 @@ from loraplex.core.ids import (
 class GenerationVector:
     """What was observed together."""
 
-    catalog: CatalogRevision
+    catalog: CatalogGeneration
     request: RequestAttempt
     slot: SlotGeneration
     pointer_table: PointerTableGeneration
@@ -36,7 +36,7 @@ class GenerationVector:
 
 
 _KINDS: Final[dict[str, type[GenerationNumber]]] = {
-    "catalog": CatalogRevision,
+    "catalog": CatalogGeneration,
     "request": RequestAttempt,
     "slot": SlotGeneration,
     "pointer_table": PointerTableGeneration,

@@ -28,13 +28,13 @@ class PageClass(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What may go as one. restore_ns: what bringing all of its pages back costs. last_touch: launch that last used it."""
+    """What may go as one. restore_ns: what bringing all of its pages back costs. last_use: launch that last used it."""
 
     kind: PageClass
     key: str
     pages: int
     restore_ns: int
-    last_touch: int
+    last_use: int
 
 
 C = TypeVar("C", bound=Candidate)
@@ -43,7 +43,7 @@ Ranking = Callable[[Candidate, int], tuple[int | str, ...]]
 """A candidate's place in the order in which they go, least first. The second argument is the newest launch."""
 
 
-def evictable(entry: AdapterEntry, completed_launch: int) -> bool:
+def evictable(entry: AdapterEntry, committed_launch: int) -> bool:
     """The full safety predicate of 0x04F with 0x05D's verified host source. No ranking replaces it.
 
     A removed adapter that only waiting requests still lease counts as idle: they hold its revision, not its pages, and
@@ -55,7 +55,7 @@ def evictable(entry: AdapterEntry, completed_launch: int) -> bool:
         and entry.refcount == 0
         and entry.pin_count == 0
         and entry.inflight_events == 0
-        and entry.last_plan <= completed_launch
+        and entry.last_launch <= committed_launch
         and entry.host_source_verified
     )
 
@@ -68,20 +68,20 @@ def recency_class(age: int) -> int:
 def by_restore_cost(candidate: Candidate, now: int) -> tuple[int | str, ...]:
     """Longest unused class first; inside a class what is cheapest to bring back a page, then older, larger, by key."""
     return (
-        -recency_class(now - candidate.last_touch),
+        -recency_class(now - candidate.last_use),
         candidate.restore_ns // max(candidate.pages, 1),
-        candidate.last_touch,
+        candidate.last_use,
         -candidate.pages,
         candidate.key,
     )
 
 
-def by_last_touch(candidate: Candidate, now: int) -> tuple[int | str, ...]:
+def by_last_use(candidate: Candidate, now: int) -> tuple[int | str, ...]:
     """0x05D's example: least recently used, then larger, then by key."""
-    return candidate.last_touch, -candidate.pages, candidate.key
+    return candidate.last_use, -candidate.pages, candidate.key
 
 
-RANKINGS: Final[dict[str, Ranking]] = {"restore_cost": by_restore_cost, "lru": by_last_touch}
+RANKINGS: Final[dict[str, Ranking]] = {"restore_cost": by_restore_cost, "lru": by_last_use}
 """Rankings by the name that configures them."""
 
 
@@ -127,6 +127,6 @@ def cover(
     return Cover(taken, left, pages >= pages_needed and len(taken) >= count_needed)
 
 
-def reusable(fence: int, completed_launch: int, *, on_compute_stream: bool) -> bool:
+def reusable(fence: int, committed_launch: int, *, on_compute_stream: bool) -> bool:
     """Whether a page with this fence may be overwritten: at once by work ordered after its launches, else after them."""
-    return on_compute_stream or fence <= completed_launch
+    return on_compute_stream or fence <= committed_launch

@@ -24,13 +24,13 @@ class HostState(StrEnum):
 
 @dataclass(slots=True)
 class HostImage:
-    """One image. holds: device slots and copies that need it. last_touch: serial of its last use."""
+    """One image. holds: device slots and copies that need it. last_use: serial of its last use."""
 
     kernel_digest: str
     nbytes: int
     state: HostState
     holds: int = 0
-    last_touch: int = 0
+    last_use: int = 0
 
 
 class HostTier:
@@ -71,7 +71,7 @@ class HostTier:
             return False
         self._serial += 1
         self._images[kernel_digest] = HostImage(
-            kernel_digest, nbytes, HostState.FETCHING, last_touch=self._serial
+            kernel_digest, nbytes, HostState.FETCHING, last_use=self._serial
         )
         self.used_bytes += nbytes
         self.fetches += 1
@@ -110,7 +110,7 @@ class HostTier:
     def touch(self, kernel_digest: str) -> None:
         """Note a use."""
         self._serial += 1
-        self._images[kernel_digest].last_touch = self._serial
+        self._images[kernel_digest].last_use = self._serial
 
     def drop(self, kernel_digest: str) -> None:
         """Give an image up; refused while it is held or on its way."""
@@ -125,7 +125,7 @@ class HostTier:
     def droppable(self) -> list[HostImage]:
         """Images that could be given up, least recently used first."""
         free = [i for i in self._images.values() if i.state is HostState.READY and not i.holds]
-        return sorted(free, key=lambda image: image.last_touch)
+        return sorted(free, key=lambda image: image.last_use)
 
     def check(self) -> None:
         """Raise `host_tier_state` unless the bytes add up."""

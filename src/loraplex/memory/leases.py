@@ -50,7 +50,7 @@ class SlotLease:
     open: bool = True
 
     @staticmethod
-    def take(revision: RevisionLease, tick: int) -> SlotLease:
+    def take(revision: RevisionLease, launch: int) -> SlotLease:
         """Bind a request to the published slot of the revision that it leased; a retiring slot still serves it."""
         entry = revision.entry
         if not revision.open or not entry.resident:
@@ -61,7 +61,7 @@ class SlotLease:
         if entry.state in UNLEASED:
             entry.move(AdapterState.ACTIVE)
         entry.refcount += 1
-        entry.last_touch = tick
+        entry.last_use = launch
         return SlotLease(entry, entry.slot, entry.generation)
 
     @property
@@ -69,7 +69,7 @@ class SlotLease:
         """Whether the slot still holds what was leased."""
         return self.open and (self.entry.slot, self.entry.generation) == (self.slot, self.generation)
 
-    def release(self, tick: int) -> None:
+    def release(self, launch: int) -> None:
         """End the hold; the last one leaves the adapter idle. A second release raises `lease_underflow`."""
         if not self.open or self.entry.refcount < 1:
             raise InternalFault(
@@ -77,6 +77,6 @@ class SlotLease:
             )
         self.open = False
         self.entry.refcount -= 1
-        self.entry.last_touch = tick
+        self.entry.last_use = launch
         if self.entry.refcount == 0 and self.entry.state is AdapterState.ACTIVE:
             self.entry.move(AdapterState.IDLE)

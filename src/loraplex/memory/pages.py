@@ -116,13 +116,13 @@ class PagePool:
         self._fence[pages] = np.maximum(self._fence[pages], launch)
         self.slabs.name_pages(pages, launch)
 
-    def require_fence(self, pages: I32, completed_launch: int) -> None:
+    def require_fence(self, pages: I32, committed_launch: int) -> None:
         """Raise `page_fence` unless every launch that may name `pages` has completed: before a copy beside compute."""
         fence = self.fence_of(pages)
-        if fence > completed_launch:
+        if fence > committed_launch:
             raise InternalFault(
                 ErrorCode.PAGE_FENCE,
-                f"launch {fence} may still use a page that would be overwritten; {completed_launch} has completed",
+                f"launch {fence} may still use a page that would be overwritten; {committed_launch} has completed",
             )
 
     def _take(self, pages: list[int], txn: int) -> I32:

@@ -77,7 +77,8 @@ class AdapterEntry:
     page_count: pages that it fills. size_class: 0 where they are its own; else it takes one block of a slab page of this
     class, and page_count is 1, what it needs where no slab has a block for it. pages, block: what it owns now.
     slot, generation: its entry in the row-table directory while it has pages, else 0. refcount: slot leases;
-    pin_count: explicit pins; inflight_events: copies that may still write its pages; last_plan: newest launch that names it. revision_leases: live requests bound to the
+    pin_count: explicit pins; inflight_events: copies that may still write its pages; last_launch: newest launch that names
+    it; last_use: launch at which a slot lease was last taken or given back. revision_leases: live requests bound to the
     revision, running or not. removing: no new requests; it goes when its last lease does. revoked: found bad after it
     was published. evicting: the transaction that took its pages and may have to give them back, else 0. failures: loads
     and fetches in a row that failed; retry_at_ns: none is tried before. prefetched: loaded on speculation, not used yet.
@@ -99,8 +100,8 @@ class AdapterEntry:
     refcount: int = 0
     pin_count: int = 0
     inflight_events: int = 0
-    last_plan: int = 0
-    last_touch: int = 0
+    last_launch: int = 0
+    last_use: int = 0
     revision_leases: int = 0
     host_source_verified: bool = False
     removing: bool = False

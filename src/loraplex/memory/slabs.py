@@ -208,13 +208,13 @@ class Slabs:
         """Newest launch that may still name the block; 0 when there is none."""
         return int(self._of(block).fence[block.index])
 
-    def require_fence(self, block: Block, completed_launch: int) -> None:
+    def require_fence(self, block: Block, committed_launch: int) -> None:
         """Raise `page_fence` unless every launch that may name the block has completed."""
         fence = self.fence_of(block)
-        if fence > completed_launch:
+        if fence > committed_launch:
             raise InternalFault(
                 ErrorCode.PAGE_FENCE,
-                f"launch {fence} may still use a block that would be overwritten; {completed_launch} has completed",
+                f"launch {fence} may still use a block that would be overwritten; {committed_launch} has completed",
             )
 
     def name(self, blocks: BlockColumns, launch: int) -> None:

@@ -213,11 +213,11 @@ class Transaction:
             return self.pool.slabs.fence_of(self.block)
         return self.pool.fence_of(self.adapter_pages)
 
-    def require_fence(self, completed_launch: int) -> None:
+    def require_fence(self, committed_launch: int) -> None:
         """Raise `page_fence` unless every launch that may name the adapter part has completed."""
         if self.block is not None:
-            self.pool.slabs.require_fence(self.block, completed_launch)
-        self.pool.require_fence(self.adapter_pages, completed_launch)
+            self.pool.slabs.require_fence(self.block, committed_launch)
+        self.pool.require_fence(self.adapter_pages, committed_launch)
 
     def commit_block(self, slot: int, generation: int) -> Block:
         """Hand a small adapter's block to its published slot; from here on others may have blocks beside it."""

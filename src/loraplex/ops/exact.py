@@ -20,7 +20,7 @@ from loraplex.core.layout import Factor
 from loraplex.core.plan import BatchPlan
 from loraplex.ops.interface import ModuleDims, RowSet
 from loraplex.ops.rows import row_groups
-from loraplex.ops.table import Piece, ResidentAdapter
+from loraplex.ops.table import FactorPiece, ResidentAdapter
 
 Vector = list[Fraction]
 Matrix = list[Vector]
@@ -165,7 +165,7 @@ def read_adapter(adapter: ResidentAdapter, dims: ModuleDims) -> dict[tuple[int, 
     return out
 
 
-def _read(pieces: Sequence[Piece], shape: tuple[int, int]) -> Matrix:
+def _read(pieces: Sequence[FactorPiece], shape: tuple[int, int]) -> Matrix:
     out = [[Fraction(0)] * shape[1] for _ in range(shape[0])]
     for piece in pieces:
         values = piece.view.double().tolist()

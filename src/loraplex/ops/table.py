@@ -51,7 +51,7 @@ MAX_LAYOUTS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FactorPiece:
     """A rectangle of a factor and its zero-copy view [rank_n, col_n] into the pool."""
 
     rank_lo: int
@@ -67,9 +67,9 @@ class ResidentModule:
 
     rank: int
     scale: float
-    factors: tuple[tuple[Piece, ...], ...]
+    factors: tuple[tuple[FactorPiece, ...], ...]
 
-    def pieces(self, factor: Factor) -> tuple[Piece, ...]:
+    def pieces(self, factor: Factor) -> tuple[FactorPiece, ...]:
         """Pieces of one factor, by column tile, then rank; empty where the module has none."""
         return self.factors[factor]
 
@@ -115,7 +115,7 @@ class ResidentAdapter:
             self.views[row] = found
         return found
 
-    def _pieces(self, row: int, factor: Factor) -> tuple[Piece, ...]:
+    def _pieces(self, row: int, factor: Factor) -> tuple[FactorPiece, ...]:
         first, count = (int(v) for v in self.spans[row, factor])
         dtype = self.dtype if factor in (Factor.A, Factor.B) else torch.float32
         flat = self.pool.view(-1).view(dtype)
@@ -123,7 +123,7 @@ class ResidentAdapter:
         out = []
         for offset, rank_lo, rank_n, col_lo, col_n in self.extents[first : first + count].tolist():
             view = torch.as_strided(flat, (rank_n, col_n), (col_n, 1), base + offset // dtype.itemsize)
-            out.append(Piece(rank_lo, rank_n, col_lo, col_n, view))
+            out.append(FactorPiece(rank_lo, rank_n, col_lo, col_n, view))
         return tuple(out)
 
 

@@ -25,7 +25,7 @@ from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.ids import (
     CacheGeneration,
-    CatalogRevision,
+    CatalogGeneration,
     PlanGeneration,
     PointerTableGeneration,
     RequestAttempt,
@@ -166,7 +166,7 @@ def _choice(seen: ChoiceSeen, attempt: int, served: Served, ran: RanOn) -> Choic
 def _generations(bound: TokenBinding, attempt: int, served: Served) -> dict[str, str]:
     return encode(
         GenerationVector(
-            catalog=CatalogRevision(served.catalog_generation),
+            catalog=CatalogGeneration(served.catalog_generation),
             request=RequestAttempt(attempt),
             slot=SlotGeneration(bound.adapter_generation),
             pointer_table=PointerTableGeneration(bound.adapter_generation),

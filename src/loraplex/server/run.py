@@ -39,7 +39,7 @@ from loraplex.server.announce import Announcer
 from loraplex.server.auth import DEFAULT_TENANT
 from loraplex.server.listen import AsgiApp, Listener
 from loraplex.server.provenance import Provenance
-from loraplex.server.service import Phase, Service
+from loraplex.server.service import Service, ServicePhase
 from loraplex.text.codec import load_tokenizer
 
 _log: Final = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ async def serve(
         await command_line.register()
         adapters.begin()
         command_line.begin()
-        service.phase = Phase.OPEN
+        service.phase = ServicePhase.OPEN
 
     with Signals(at_once) as signals:
         await listener.start()
@@ -159,7 +159,7 @@ async def serve(
                 provenance.close,
             ):
                 closing.push_async_callback(close)
-            closing.callback(setattr, service, "phase", Phase.DRAINING)
+            closing.callback(setattr, service, "phase", ServicePhase.DRAINING)
             announcer.say(f"listening on {listener.url}; starting the engine for {base_name}")
             if await signals.unless_stopped(open_up()):
                 aliases = [name for name, _ in adapters.visible(DEFAULT_TENANT)]

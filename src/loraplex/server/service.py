@@ -25,7 +25,7 @@ from loraplex.server.workers import Workers
 from loraplex.text.codec import TextCodec
 
 
-class Phase(StrEnum):
+class ServicePhase(StrEnum):
     """Where a server is in its life."""
 
     STARTING = "starting"
@@ -50,7 +50,7 @@ class Service:
     provenance: Provenance | None = None
     workers: Workers = field(default_factory=Workers)
     clock: Clock = field(default_factory=MonotonicClock)
-    phase: Phase = Phase.STARTING
+    phase: ServicePhase = ServicePhase.STARTING
     exchanges: set[Exchange] = field(default_factory=set)
     _quiet: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -58,7 +58,7 @@ class Service:
     def exchanging(self, exchange: Exchange) -> Iterator[None]:
         """Count an exchange from its first byte to its last."""
         self.exchanges.add(exchange)
-        if self.phase is Phase.DRAINING:
+        if self.phase is ServicePhase.DRAINING:
             exchange.hurry()
         try:
             yield
@@ -76,14 +76,14 @@ class Service:
 
     def drain(self) -> None:
         """Take no more requests, and wait no longer for bodies that are still coming."""
-        self.phase = Phase.DRAINING
+        self.phase = ServicePhase.DRAINING
         for exchange in list(self.exchanges):
             exchange.hurry()
 
     @property
     def ready(self) -> bool:
         """Whether requests are taken now."""
-        return self.phase is Phase.OPEN and self.supervisor.ready
+        return self.phase is ServicePhase.OPEN and self.supervisor.ready
 
     @property
     def engine_info(self) -> dict[str, Any]:
@@ -93,13 +93,13 @@ class Service:
     def require_ready(self) -> None:
         """Raise `shutting_down` or `engine_unavailable` unless requests are taken now."""
         match self.phase:
-            case Phase.DRAINING:
+            case ServicePhase.DRAINING:
                 raise CapacityError(ErrorCode.SHUTTING_DOWN, "the server is shutting down; try another one")
-            case Phase.STARTING | Phase.OPEN:
+            case ServicePhase.STARTING | ServicePhase.OPEN:
                 self.require_engine()
 
     def require_engine(self) -> None:
         """Raise `engine_unavailable` unless there is an engine that lives. One that drains does."""
-        if self.phase is Phase.STARTING:
+        if self.phase is ServicePhase.STARTING:
             raise CapacityError(ErrorCode.ENGINE_UNAVAILABLE, "the server is starting; try again in a moment")
         self.supervisor.require_ready()

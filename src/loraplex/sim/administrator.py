@@ -34,7 +34,7 @@ from loraplex.sim.tokens import adapter_number, head_only
 from loraplex.sim.wrong import Wrong
 
 
-class Kind(StrEnum):
+class CallKind(StrEnum):
     """What an open call asked for."""
 
     REGISTER = "register"
@@ -51,15 +51,15 @@ class Kind(StrEnum):
 NO_ROOM = frozenset({"pool_exhausted", "adapter_slots_exhausted", "host_memory_exhausted"})
 """Refusals that name a limit: legal wherever an operator asks for more than there is."""
 LEGAL = {
-    Kind.REGISTER: frozenset[str](),
-    Kind.REMOVE: frozenset[str](),
-    Kind.REVOKE: frozenset[str](),
-    Kind.LOAD: NO_ROOM | {"adapter_not_found"},
-    Kind.PREFETCH: NO_ROOM | {"adapter_not_found"},
-    Kind.PIN: NO_ROOM | {"adapter_not_found"},
-    Kind.UNPIN: frozenset({"adapter_not_found"}),
-    Kind.LIMITS: NO_ROOM,
-    Kind.INSPECT: frozenset[str](),
+    CallKind.REGISTER: frozenset[str](),
+    CallKind.REMOVE: frozenset[str](),
+    CallKind.REVOKE: frozenset[str](),
+    CallKind.LOAD: NO_ROOM | {"adapter_not_found"},
+    CallKind.PREFETCH: NO_ROOM | {"adapter_not_found"},
+    CallKind.PIN: NO_ROOM | {"adapter_not_found"},
+    CallKind.UNPIN: frozenset({"adapter_not_found"}),
+    CallKind.LIMITS: NO_ROOM,
+    CallKind.INSPECT: frozenset[str](),
 }
 
 
@@ -95,7 +95,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    kind: Kind
+    kind: CallKind
     image: Image | None
 
 
@@ -125,7 +125,7 @@ class Names:
         image = self._by_key.get(key)
         if image is None or not image.known or not image.pins:
             return False
-        return not any(call.kind is Kind.UNPIN and call.image is image for call in self._calls.values())
+        return not any(call.kind is CallKind.UNPIN and call.image is image for call in self._calls.values())
 
     @property
     def open_calls(self) -> list[str]:
@@ -142,7 +142,7 @@ class Names:
         if rng.random() < setup.swaps:
             self.swap(self.any_alias(rng.randrange(1 << 30)))
         if rng.random() < 0.01:
-            self._send(Kind.INSPECT, None, Inspect(self._next()))
+            self._send(CallKind.INSPECT, None, Inspect(self._next()))
         if rng.random() >= 0.03:
             return None
         usable = self.usable()
@@ -157,23 +157,23 @@ class Names:
         match operation:
             case Operation.PIN:
                 pinned = not image.pins or rng.random() < 0.3
-                kind = Kind.PIN if pinned else Kind.UNPIN
+                kind = CallKind.PIN if pinned else CallKind.UNPIN
                 self._send(kind, image, PinAdapter(self._next(), image.key, pinned))
             case Operation.PREFETCH:
-                self._send(Kind.PREFETCH, image, PrefetchAdapter(self._next(), image.key))
+                self._send(CallKind.PREFETCH, image, PrefetchAdapter(self._next(), image.key))
             case Operation.LOAD:
-                self._send(Kind.LOAD, image, LoadAdapter(self._next(), image.key))
+                self._send(CallKind.LOAD, image, LoadAdapter(self._next(), image.key))
             case Operation.LIMITS:
                 pages = rng.randrange(self._setup.adapter_pages, limits.num_pages)
                 slots = rng.randrange(1, limits.max_adapter_slots)
                 least = self._setup.adapter_pages * limits.kv.page_bytes
                 host = rng.randrange(least, 6 * least)
-                self._send(Kind.LIMITS, None, SetLimits(self._next(), pages, slots, host))
+                self._send(CallKind.LIMITS, None, SetLimits(self._next(), pages, slots, host))
             case Operation.REVOKE:
                 if rng.random() < 0.8:
                     return None
                 image.known = False
-                self._send(Kind.REVOKE, image, RevokeAdapter(self._next(), image.key))
+                self._send(CallKind.REVOKE, image, RevokeAdapter(self._next(), image.key))
                 self.swap(image.alias)
                 return image
         return None
@@ -181,7 +181,7 @@ class Names:
     def swap(self, alias: str) -> None:
         """Register a new revision, unless one is on its way; the name moves when it is there."""
         if not any(
-            c.kind is Kind.REGISTER and c.image and c.image.alias == alias for c in self._calls.values()
+            c.kind is CallKind.REGISTER and c.image and c.image.alias == alias for c in self._calls.values()
         ):
             self._register(alias)
 
@@ -192,7 +192,7 @@ class Names:
             image.known, image.pins = False, 0
             self._ask_to_register(image)
         for call in calls.values():
-            if call.kind is Kind.REGISTER and call.image and call.image.alias not in self._current:
+            if call.kind is CallKind.REGISTER and call.image and call.image.alias not in self._current:
                 self._register(call.image.alias)
 
     def _register(self, alias: str) -> None:
@@ -224,13 +224,13 @@ class Names:
             image.execution,
             image.invocation,
         )
-        self._send(Kind.REGISTER, image, message)
+        self._send(CallKind.REGISTER, image, message)
 
     def _next(self) -> int:
         self._serial += 1
         return self._serial
 
-    def _send(self, kind: Kind, image: Image | None, message: ToEngine) -> None:
+    def _send(self, kind: CallKind, image: Image | None, message: ToEngine) -> None:
         self._calls[self._serial] = _Call(kind, image)
         self.inbox.append(message)
 
@@ -246,17 +246,17 @@ class Names:
             return
         image = call.image
         match call.kind:
-            case Kind.REGISTER if image is not None:
+            case CallKind.REGISTER if image is not None:
                 old, image.known = self._current.get(image.alias), True
                 self._current[image.alias] = image
                 if old is not None and old is not image and old.known:
                     old.known = False
-                    self._send(Kind.REMOVE, old, RemoveAdapter(self._next(), old.key))
-            case Kind.PIN if image is not None:
+                    self._send(CallKind.REMOVE, old, RemoveAdapter(self._next(), old.key))
+            case CallKind.PIN if image is not None:
                 image.pins += 1
-            case Kind.UNPIN if image is not None:
+            case CallKind.UNPIN if image is not None:
                 image.pins -= 1
-            case Kind.INSPECT:
+            case CallKind.INSPECT:
                 pages = message.body["pages"]
                 if (
                     sum(pages[name] for name in ("free", "reserved", "adapter", "kv", "prefix"))
@@ -272,7 +272,7 @@ class Names:
         struck = image is not None and image.number in self._injector.struck_images
         if message.code not in LEGAL[call.kind] and not (struck and message.code == "adapter_load_failed"):
             raise Wrong("typed_end", f"a {call.kind.value} was refused {message.code}: {message.message}")
-        if call.kind is Kind.REGISTER and image is not None and not self._injector.stopped:
+        if call.kind is CallKind.REGISTER and image is not None and not self._injector.stopped:
             current = self._current.get(image.alias)
             if current is None or current is image:
                 self._register(image.alias)

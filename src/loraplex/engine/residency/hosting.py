@@ -104,7 +104,7 @@ def free_bytes(state: EngineState, missing: int, asker: AdapterEntry | None = No
     """
     images = state.host.droppable()
     images.sort(key=lambda image: _leased(state, image.kernel_digest))
-    evictable = sorted(victims.evictable(state, asker), key=lambda entry: entry.last_touch)
+    evictable = sorted(victims.evictable(state, asker), key=lambda entry: entry.last_use)
     if sum(i.nbytes for i in images) + sum(state.image_bytes(e) for e in evictable) < missing:
         return False
     for image in images:

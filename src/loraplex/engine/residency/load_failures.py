@@ -30,7 +30,7 @@ def count_failure(
     entry.failures += 1
     state.traffic.failures += 1
     if record is not None:
-        record.load_attempts += 1
+        record.load_failures += 1
     final = entry.failures >= limits.MAX_LOAD_ATTEMPTS
     now = state.clock.now_ns()
     state.emit(LoadFailed(now, entry.key, purpose, error.code.value, entry.failures, final))

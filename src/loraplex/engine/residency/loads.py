@@ -12,7 +12,7 @@ from __future__ import annotations
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import CopyIgnored, RestorationFailed
 from loraplex.engine import prefixes
-from loraplex.engine.request_state import LoadJob, Phase, Purpose, RequestRecord
+from loraplex.engine.request_state import LoadJob, Purpose, RequestRecord, Stage
 from loraplex.engine.residency import transitions
 from loraplex.engine.residency.load_failures import count_failure
 from loraplex.engine.state import EngineState
@@ -52,10 +52,10 @@ def pump(state: EngineState) -> None:
             break
         fence = job.transaction.adapter_fence
         same_stream = state.limits.copies_on_compute_stream
-        if room <= 0 or not eviction.reusable(fence, state.committed, on_compute_stream=same_stream):
+        if room <= 0 or not eviction.reusable(fence, state.committed_launch, on_compute_stream=same_stream):
             continue
         if not same_stream:
-            job.transaction.require_fence(state.committed)
+            job.transaction.require_fence(state.committed_launch)
         place = job.transaction.block or job.transaction.adapter_pages
         state.deltas.copy(job.entry.kernel_digest, job.slot, job.generation, place)
         job.started = True
@@ -85,7 +85,7 @@ def finish(state: EngineState, slot: int, generation: int, intact: bool) -> Load
 def _publish(state: EngineState, job: LoadJob) -> None:
     entry = job.entry
     transitions.publish(state, entry, job.transaction)
-    for victim in job.transaction.finalize(state.launched):
+    for victim in job.transaction.finalize(state.newest_launch):
         transitions.finish_eviction(state, victim)
     if entry.removing:
         transitions.retire(state, entry)
@@ -103,11 +103,11 @@ def _publish(state: EngineState, job: LoadJob) -> None:
 def _roll_back(state: EngineState, job: LoadJob, error: InternalFault) -> None:
     """Pages return, the slot's generation grows, the adapter is back on the host, victims get their pages back."""
     entry = job.entry
-    owed = job.transaction.rollback(state.launched)
+    owed = job.transaction.rollback(state.newest_launch)
     transitions.roll_back(state, entry)
     record = job.record
-    if record is not None and record.phase is Phase.LOADING:
-        record.transaction, record.phase = None, Phase.WAITING
+    if record is not None and record.stage is Stage.LOADING:
+        record.transaction, record.stage = None, Stage.WAITING
         prefixes.release(state, record)
         state.queue.push(record.ticket)
     if job.purpose is Purpose.RESTORE:
@@ -123,7 +123,7 @@ def _restore(state: EngineState, source: Transaction, place: Restoration) -> Non
     """Load a victim into its own pages again, or into a block, from its host image; one that is no longer wanted gives them up."""
     victim = place.entry
     if victim.removing or not state.directory.free:
-        source.give_up(place, state.launched)
+        source.give_up(place, state.newest_launch)
         transitions.finish_eviction(state, victim)
         return
     transaction = Transaction.restoring(state.next_transaction(), source, place)

@@ -145,7 +145,7 @@ def finish_departures(state: EngineState) -> None:
             or entry.refcount
             or entry.loading
             or entry.evicting
-            or entry.last_plan > state.committed
+            or entry.last_launch > state.committed_launch
         ):
             still.append((entry, call_id))
             continue

@@ -97,7 +97,7 @@ def take_for_load(
     for victim in going:
         transitions.retire(state, victim)
     transaction = Transaction.reserve(
-        state.next_transaction(), state.pool, chosen.demand, victims=going, last_launch=state.launched
+        state.next_transaction(), state.pool, chosen.demand, victims=going, last_launch=state.newest_launch
     )
     if transaction is None:
         raise InternalFault(

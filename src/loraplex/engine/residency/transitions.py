@@ -85,7 +85,7 @@ def publish(state: EngineState, entry: AdapterEntry, transaction: Transaction) -
     state.entry_of_slot[slot] = entry
     state.rank_sums[slot] = entry.rank_sum
     state.deltas.publish(slot, generation)
-    entry.last_touch = state.launched
+    entry.last_use = state.newest_launch
     _move(state, entry, AdapterState.PUBLISHED)
     entry.failures, entry.retry_at_ns = 0, 0
 
@@ -193,7 +193,7 @@ def take_slot_lease(state: EngineState, record: RequestRecord) -> SlotLease:
     assert record.revision is not None
     entry = record.revision.entry
     before = entry.state
-    record.lease = SlotLease.take(record.revision, state.launched)
+    record.lease = SlotLease.take(record.revision, state.newest_launch)
     note_move(state, entry, before)
     if entry.prefetched:
         end_prefetch(state, entry, used=True)
@@ -206,6 +206,6 @@ def release_slot_lease(state: EngineState, record: RequestRecord) -> None:
         return
     entry = record.lease.entry
     before = entry.state
-    record.lease.release(state.launched)
+    record.lease.release(state.newest_launch)
     record.lease = None
     note_move(state, entry, before)

@@ -58,7 +58,7 @@ def evictable(state: EngineState, keep: AdapterEntry | None = None) -> list[Adap
     return [
         entry
         for entry in state.occupied.values()
-        if entry is not keep and eviction.evictable(entry, state.committed)
+        if entry is not keep and eviction.evictable(entry, state.committed_launch)
     ]
 
 
@@ -159,7 +159,7 @@ def _beside(
 def _offer(state: EngineState, adapters: Sequence[AdapterEntry], pages: int) -> Offer:
     restored = sum(state.image_bytes(entry) for entry in adapters)
     restore_ns = restored * 1_000_000_000 // state.limits.copy_bytes_per_s
-    touched = max(entry.last_touch for entry in adapters)
+    touched = max(entry.last_use for entry in adapters)
     return Offer(PageClass.ADAPTER, adapters[0].key, pages, restore_ns, touched, tuple(adapters))
 
 
@@ -169,7 +169,7 @@ def _with_cached(state: EngineState, order: list[Offer], pages: int) -> Iterable
     restore_ns = state.limits.kv.page_tokens * 1_000_000_000 // state.limits.prefill_tokens_per_s
     blocks = (Offer(PageClass.PREFIX, "", 1, restore_ns, block.last_launch, ()) for block in going)
     ranking = eviction.RANKINGS[state.limits.ranking]
-    return heapq.merge(order, blocks, key=lambda offer: ranking(offer, state.launched))
+    return heapq.merge(order, blocks, key=lambda offer: ranking(offer, state.newest_launch))
 
 
 def _of_pages(state: EngineState, keep: AdapterEntry | None = None, spared: int = 0) -> list[Offer]:
@@ -194,4 +194,4 @@ def _of_blocks(state: EngineState, keep: AdapterEntry | None = None, size_class:
 
 
 def _ranked(state: EngineState, offers: Iterable[Offer]) -> list[Offer]:
-    return eviction.ranked(offers, eviction.RANKINGS[state.limits.ranking], state.launched)
+    return eviction.ranked(offers, eviction.RANKINGS[state.limits.ranking], state.newest_launch)

@@ -20,7 +20,7 @@ from loraplex.engine.residency.registration import describe, find
 from loraplex.engine.state import EngineState
 from loraplex.memory.residency import AdapterEntry, AdapterState
 
-SHADOW_TRIES: Final = 4
+SHADOW_STEPS: Final = 4
 """Steps that a shadow load looks for pages in: what the plans in flight still name is free after them."""
 LOOKAHEAD: Final = 16
 """Waiting requests that prefetch looks at."""
@@ -166,7 +166,7 @@ def _advance(state: EngineState, wanted: Want) -> bool:
     if transaction is not None:
         loads.begin(state, entry, transaction, purpose)
         return False
-    wanted.found_nothing(state.committed)
+    wanted.found_nothing(state.committed_launch)
     match purpose:
         case Purpose.REGISTER:
             return True
@@ -176,7 +176,7 @@ def _advance(state: EngineState, wanted: Want) -> bool:
                 f"a prefetch takes only pages that nobody will want: {demand.adapter} are needed, "
                 f"{max(state.available_pages - room.committed_growth(state) - len(state.by_slot), 0)} are left; pin or use the adapter",
             )
-        case Purpose.SHADOW if wanted.tries >= SHADOW_TRIES:
+        case Purpose.SHADOW if wanted.fruitless_steps >= SHADOW_STEPS:
             raise CapacityError(
                 ErrorCode.POOL_EXHAUSTED,
                 f"there is no room beside the old revision: {room.shortfall(state, demand, entry)}; "
@@ -190,10 +190,10 @@ def _advance_to_host(state: EngineState, wanted: Want) -> bool:
     entry, purpose = wanted.entry, wanted.purpose
     if hosting.want(state, entry, speculative=purpose.speculative):
         return False
-    wanted.found_nothing(state.committed)
+    wanted.found_nothing(state.committed_launch)
     if purpose is Purpose.REGISTER:
         return True
-    if purpose is Purpose.PIN or wanted.tries < SHADOW_TRIES:
+    if purpose is Purpose.PIN or wanted.fruitless_steps < SHADOW_STEPS:
         return False
     raise CapacityError(
         ErrorCode.HOST_MEMORY_EXHAUSTED,
