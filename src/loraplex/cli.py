@@ -42,6 +42,7 @@ from loraplex.serve_options import (
     SharePrefixesOption,
     StoreOption,
     StrictOption,
+    TextOption,
     ToolFormatOption,
 )
 from loraplex.server.administration.adapter_commands import DEFAULT_URL, Key, Url, adapters_app
@@ -76,6 +77,7 @@ def serve(
     adapter_dir: RootOption = (),
     adapter_dir_late: LateOption = True,
     strict_base: StrictOption = False,
+    adapter_text: TextOption = "adapter",
     host: Annotated[str, Parameter(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Parameter(help="Port to listen on.")] = 8000,
     device: Annotated[Literal["cpu", "cuda"], Parameter(help="Where the model runs.")] = "cpu",
@@ -119,6 +121,7 @@ def serve(
         adapter_dirs=adapter_dir,
         adapter_dir_late=adapter_dir_late,
         strict_base=strict_base,
+        adapter_text=adapter_text,
         host=host,
         port=port,
         device=device,

@@ -102,6 +102,7 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 LOOPBACK_NAMES = ("localhost",)
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+TEXTS = ("adapter", "base")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_DRAIN_S = 30.0
 DEFAULT_STORE_GB = 32.0
@@ -143,7 +144,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: folder or GGUF file; None with demo. adapters: (alias, source). adapter_dirs: folders whose subfolders are
     registered, and the only places that remote callers may load from; also URL prefixes. adapter_dir_late: a name that
-    is not known is looked for there again. strict_base: refuse adapters that name another base model. catalog: URL of its database,
+    is not known is looked for there again. strict_base: refuse adapters that name another base model. adapter_text: whose chat template and tokens an adapter uses
+    that was registered without a choice, its own or the base's. catalog: URL of its database,
     None for one that ends with the server. store_gb: limit of the store of downloaded adapters, GiB. api_key_file:
     without one, only loopback. expose_without_keys: listen elsewhere all the same. log_prompts: prompts may stand in the
     log. host_gb: adapter images in host memory, in GiB. host_locked_gb, adapter_floor, prefix_cache, prefix_share,
@@ -157,6 +159,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     adapter_dirs: tuple[str, ...] = ()
     adapter_dir_late: bool = True
     strict_base: bool = False
+    adapter_text: str = "adapter"
     host: str = "127.0.0.1"
     port: int = 8000
     device: str = "cpu"
@@ -184,6 +187,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.demo == (self.model is not None):
             raise _invalid("model", "give a model folder or --demo, one of them")
         _one_of("log_level", self.log_level, LOG_LEVELS)
+        _one_of("adapter_text", self.adapter_text, TEXTS)
         if not 1 <= self.port <= 65535:
             raise _invalid("port", f"port must be from 1 to 65535, got {self.port}")
         if not 0 <= self.drain_s < 86400:

@@ -17,7 +17,8 @@ from loraplex.server.auth import read_keys
 
 FIELDS = {
     "alias", "revision", "artifact_digest", "semantic_digest", "method", "ranks", "targets", "tensors_applied",
-    "tensors_total", "state", "tier_bytes", "leases", "pinned", "generation", "source", "notes", "chat_suffix", "invocation_tokens", "shares_base_prefix",
+    "tensors_total", "state", "tier_bytes", "leases", "pinned", "generation", "source", "notes", "text", "chat_suffix",
+    "invocation_tokens", "shares_base_prefix",
 }  # fmt: skip
 
 

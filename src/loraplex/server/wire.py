@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from loraplex.catalog.records import TextWord
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.limits import DEFAULT_LISTED, MAX_LISTED
 from loraplex.server.body_size import check_body
@@ -135,11 +136,15 @@ class UnloadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class PutAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """PUT /v1/adapters/{alias}. expected_revision: replace only this one. drain: ask for no room beside the old one."""
+    """PUT /v1/adapters/{alias}. expected_revision: replace only this one. drain: ask for no room beside the old one.
+
+    text: whose chat template, end tokens and added tokens its requests use; the server's default where it is left out.
+    """
 
     source: str
     expected_revision: int | None = None
     drain: bool = False
+    text: TextWord | None = None
 
 
 class ListAdapters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -144,7 +144,12 @@ async def put_adapter(call: Call) -> None:
     adapters = call.service.adapters
     alias_key = adapters.target(unquote(call.rest), call.caller.tenant)
     revision = await adapters.put(
-        alias_key, source, call.caller.name, expected=request.expected_revision, drain=request.drain
+        alias_key,
+        source,
+        call.caller.name,
+        expected=request.expected_revision,
+        drain=request.drain,
+        text=request.text,
     )
     call.facts.model = revision.name
     await call.exchange.answer(

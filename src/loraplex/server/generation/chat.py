@@ -61,7 +61,7 @@ class Chat:
     async def prepare(self, call: Call, request: ChatRequest, model: ServedModel) -> Prepared:
         """The conversation through the model's template."""
         _check(request)
-        codec = need_codec(call.service, "messages")
+        codec = need_codec(model.codec, "messages")
         longest: int = call.service.engine_info["max_model_len"]
         texts = texts_of(request.messages)
         require_fitting(codec, texts, longest, "messages")
@@ -81,7 +81,7 @@ class Chat:
         self, about: About, request: ChatRequest, prepared: Prepared, generation: Generation
     ) -> ChatRendering:
         """Chat's chunks and body."""
-        return ChatRendering(about, request, need_codec(about.call.service, "messages"), prepared, generation)
+        return ChatRendering(about, request, need_codec(about.served.codec, "messages"), prepared, generation)
 
 
 def _tools(call: Call, request: ChatRequest, model: ServedModel, codec: TextCodec) -> ToolUse | None:

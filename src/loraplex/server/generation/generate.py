@@ -27,7 +27,7 @@ from loraplex.server.provenance import ChoiceSeen, RanOn, Served
 from loraplex.server.service import Service
 from loraplex.server.wire import GenerationFields
 from loraplex.text.assembly import Piece, SampleAssembly, fewest_cached
-from loraplex.text.codec import TextCodec
+from loraplex.text.codec import TextCodec, further_ends
 from loraplex.text.engine_sampling import engine_sampling, prompt_seed
 from loraplex.text.prefix_keys import Acting, PromptKeys
 from loraplex.text.tools.tool_use import ToolUse
@@ -40,14 +40,16 @@ _PRIORITY_BOUND = 1 << 31
 class ServedModel:
     """What a `model` field means. name: the base's, or `alias@revision`. key: semantic digest; None is the base.
 
-    served: the digests behind it, for the request's record. acting: the adapter, as far as KV rows can tell. card: what its
-    card says of its use, if anything. tool_format: how it writes calls, where an option or its card says so.
+    served: the digests behind it, for the request's record. codec: reads and writes the text of its requests. acting: the
+    adapter, as far as KV rows can tell. card: what its card says of its use, if anything. tool_format: how it writes calls,
+    where an option or its card says so.
     """
 
     name: str
     key: str | None
     digest: str
     served: Served
+    codec: TextCodec | None
     acting: Acting | None = None
     card: Card | None = None
     tool_format: str | None = None
@@ -79,7 +81,8 @@ async def bind_model(service: Service, name: str, tenant: str) -> AsyncIterator[
     if name == service.base_name:
         yield base_model(service)
         return
-    async with service.adapters.serving(name, tenant) as revision:
+    async with service.adapters.serving(name, tenant) as (revision, text):
+        codec = await service.workers.run_if(not text.at_hand, text.codec)
         register = service.adapters.registration_of(revision.key)
         served = Served(
             revision.name,
@@ -92,14 +95,16 @@ async def bind_model(service: Service, name: str, tenant: str) -> AsyncIterator[
         )
         acting, card = Acting.of(register), revision.card
         form = service.config.tool_format_of(revision.alias, None if card is None else card.tool_format)
-        yield ServedModel(revision.name, revision.key, revision.key, served, acting, card, form)
+        yield ServedModel(revision.name, revision.key, revision.key, served, codec, acting, card, form)
 
 
 def base_model(service: Service) -> ServedModel:
     """The base."""
     name, base = service.base_name, str(service.engine_info["base_abi"])
     record = Served(name, base, catalog_generation=service.adapters.generation)
-    return ServedModel(name, None, base, record, tool_format=service.config.tool_format_of(None))
+    return ServedModel(
+        name, None, base, record, service.codec, tool_format=service.config.tool_format_of(None)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +181,15 @@ def check_context(service: Service, prompt_tokens: int, max_tokens: int, param: 
         )
 
 
-def need_codec(service: Service, param: str) -> TextCodec:
+def need_codec(codec: TextCodec | None, param: str) -> TextCodec:
     """The codec, or `tokenizer_missing` because `param` is text."""
-    if service.codec is None:
+    if codec is None:
         raise CallerError(
             ErrorCode.TOKENIZER_MISSING,
             f"{param} is text and the model folder has no tokenizer.json; send token ids to /v1/completions",
             param=param,
         )
-    return service.codec
+    return codec
 
 
 class Generation:
@@ -195,7 +200,7 @@ class Generation:
         self._model = model
         self._job = job
         self._choices = [
-            SampleAssembly(index, service.codec, job.params, prompt, job.tools)
+            SampleAssembly(index, model.codec, job.params, prompt, job.tools)
             for index, prompt in enumerate(prompt for prompt in job.prompts for _ in range(job.params.n))
         ]
         self._group: RequestGroup | None = None
@@ -286,7 +291,11 @@ class Generation:
         return [pieces[index] for index in sorted(pieces)]
 
     def _submits(self) -> list[Submit]:
-        job, ends = self._job, self._service.engine_info.get("eos_token_ids", ())
+        job = self._job
+        ends = {
+            *self._service.engine_info.get("eos_token_ids", ()),
+            *further_ends(self._model.codec, self._service.codec),
+        }
         packed = [
             (np.array(ids, dtype="<i4").tobytes(), prompt_seed(job.params), keys)
             for ids, keys in zip(job.prompts, job.keys, strict=True)
