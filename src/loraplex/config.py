@@ -102,6 +102,8 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 LOOPBACK_NAMES = ("localhost",)
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+SERVED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.:\[\]_-]+")
 TEXTS = ("adapter", "base")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_DRAIN_S = 30.0
@@ -142,7 +144,8 @@ def _sharing_tenants(tenants: tuple[str, ...]) -> None:
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `loraplex serve` was asked for. `engine` makes the engine's part of it.
 
-    model: folder or GGUF file; None with demo. adapters: (alias, source). adapter_dirs: folders whose subfolders are
+    model: folder or GGUF file; None with demo. served_model_name: what clients call the base, None for the folder's name.
+    cors_origins: web pages of these origins may call, `*` for all. adapters: (alias, source). adapter_dirs: folders whose subfolders are
     registered, and the only places that remote callers may load from; also URL prefixes. adapter_dir_late: a name that
     is not known is looked for there again. strict_base: refuse adapters that name another base model. adapter_text: whose chat template and tokens an adapter uses
     that was registered without a choice, its own or the base's. catalog: URL of its database,
@@ -155,6 +158,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: str | None = None
     demo: bool = False
+    served_model_name: str | None = None
+    cors_origins: tuple[str, ...] = ()
     adapters: tuple[tuple[str, str], ...] = ()
     adapter_dirs: tuple[str, ...] = ()
     adapter_dir_late: bool = True
@@ -186,6 +191,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         if self.demo == (self.model is not None):
             raise _invalid("model", "give a model folder or --demo, one of them")
+        _check_names(self.served_model_name, self.cors_origins)
         _one_of("log_level", self.log_level, LOG_LEVELS)
         _one_of("adapter_text", self.adapter_text, TEXTS)
         if not 1 <= self.port <= 65535:
@@ -233,6 +239,19 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             prefix_share=self.prefix_share,
             share_prefixes=self.share_prefixes,
         )
+
+
+def _check_names(served: str | None, origins: tuple[str, ...]) -> None:
+    if served is not None and not SERVED_NAME.fullmatch(served):
+        raise _invalid(
+            "served_model_name",
+            f"--served-model-name takes letters, digits and . _ : / -, got {served!r:.80}",
+        )
+    for origin in origins:
+        if not ORIGIN.fullmatch(origin):
+            raise _invalid(
+                "cors_origins", f"--cors-origins takes * or SCHEME://HOST[:PORT], got {origin!r:.80}"
+            )
 
 
 def is_loopback(host: str) -> bool:

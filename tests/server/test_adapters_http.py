@@ -157,7 +157,7 @@ def test_a_failed_swap_leaves_the_old_one(tmp_path: Path) -> None:
         assert error_of(refused)[:2] == (429, "pool_exhausted")
         assert "retry-after" in refused.headers
         missing = await put(front, "a", str(front.roots / "nothing"))
-        assert error_of(missing) == (400, "adapter_source_missing", "source")
+        assert error_of(missing) == (404, "adapter_source_missing", "source")
         assert (await front.complete(model="a")).json()["system_fingerprint"].startswith("a@1:")
 
     run(tmp_path, test)

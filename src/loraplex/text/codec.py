@@ -173,15 +173,20 @@ class TextCodec:
         return self._longest is not None and len(text) > tokens * self._longest
 
     def chat(
-        self, messages: Sequence[Message], tools: ToolUse | None = None, suffix: str | None = None
+        self,
+        messages: Sequence[Message],
+        tools: ToolUse | None = None,
+        suffix: str | None = None,
+        add_special: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers. The template alone decides about a BOS.
 
         tools: what the answer may call. suffix: text that opens the answer in place of what the template opens it with.
+        add_special: with what the tokenizer puts around a text.
         """
         template = self.template()
         given, offered = messages_for(template, messages, tools)
-        return self.encode(template.render(given, offered, suffix), add_special=False)
+        return self.encode(template.render(given, offered, suffix), add_special)
 
     def template(self) -> ChatTemplate:
         """The chat template, or `unsupported_option` where the model has none."""

@@ -23,6 +23,7 @@ from loraplex.server.generation.generate import (
     check_prompt,
     check_submitted,
     need_codec,
+    truncated,
 )
 from loraplex.server.generation.logprobs import CompletionScores, joined
 from loraplex.server.generation.sampling_fields import sampling_params
@@ -68,7 +69,7 @@ class Completions:
             )
         size = sum(map(len, given))
         ids, echoes = await service.workers.run_if(
-            size > SHORT_TEXT_CHARS, lambda: _read(service, model.codec, given, bool(request.echo))
+            size > SHORT_TEXT_CHARS, lambda: _read(service, model.codec, given, request)
         )
         for tokens in ids:
             check_context(service, len(tokens), params.max_tokens, "max_tokens")
@@ -99,13 +100,18 @@ def _check_scores(prompt_tokens: int, params: SamplingParams) -> None:
 
 
 def _read(
-    service: Service, codec: TextCodec | None, given: Sequence[str | list[int]], echo: bool
+    service: Service, codec: TextCodec | None, given: Sequence[str | list[int]], request: CompletionRequest
 ) -> tuple[list[list[int]], list[str] | None]:
     """Prompts as token ids, and as texts where the answer repeats them."""
-    ids = [item if isinstance(item, list) else need_codec(codec, "prompt").encode(item) for item in given]
+    special = request.add_special_tokens is not False
+    ids = [
+        item if isinstance(item, list) else need_codec(codec, "prompt").encode(item, special)
+        for item in given
+    ]
+    ids = [truncated(item, request) for item in ids]
     for prompt in ids:
         check_prompt(service, prompt, "prompt")
-    return ids, [_echo(codec, item) for item in given] if echo else None
+    return ids, [_echo(codec, item) for item in given] if request.echo else None
 
 
 def _is_long(prompt: str | list[Any]) -> bool:
@@ -184,7 +190,7 @@ class CompletionRendering:
         news = choice.text or choice.finish_reason or choice.logprobs is not None
         if not news and not (self._with_ids and choice.token_ids):
             return b""
-        usage = None if self._about.wants_usage else UNSET
+        usage = self._about.chunk_usage(self._usage)
         return event(Completion(**self._about.fields([choice]), usage=usage))
 
     def closing(self) -> bytes:

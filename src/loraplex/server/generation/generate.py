@@ -146,16 +146,33 @@ def urgency(request: GenerationFields, arrival_ns: int) -> tuple[int, int]:
 
 def check_prompt(service: Service, ids: Sequence[int], param: str) -> None:
     """Raise unless the ids are a prompt that the model could read."""
-    vocab: int = service.engine_info["vocab_size"]
     if not ids:
         raise CallerError(ErrorCode.EMPTY_PROMPT, "the prompt has no tokens; give at least one", param=param)
-    low, high = min(ids), max(ids)
+    check_ids(service, ids, param)
+
+
+def check_ids(service: Service, ids: Sequence[int], param: str) -> None:
+    """Raise `token_out_of_range` unless every id lies in the vocabulary."""
+    vocab: int = service.engine_info["vocab_size"]
+    low, high = min(ids, default=0), max(ids, default=0)
     if low < 0 or high >= vocab:
         raise CallerError(
             ErrorCode.TOKEN_OUT_OF_RANGE,
             f"token id {high if high >= vocab else low} lies outside the vocabulary of {vocab}",
             param=param,
         )
+
+
+def truncated(ids: Sequence[int], request: GenerationFields) -> list[int]:
+    """The last tokens of a prompt, as many as a request keeps. Raises `invalid_request` for a number below 1."""
+    kept = request.truncate_prompt_tokens
+    if kept is not None and kept < 1:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"truncate_prompt_tokens must be at least 1, got {kept}",
+            param="truncate_prompt_tokens",
+        )
+    return list(ids) if kept is None else list(ids[-kept:])
 
 
 def check_submitted(prompt_tokens: int, samples: int) -> None:
@@ -170,13 +187,13 @@ def check_submitted(prompt_tokens: int, samples: int) -> None:
 
 
 def check_context(service: Service, prompt_tokens: int, max_tokens: int, param: str) -> None:
-    """Raise `context_too_long` unless prompt and output fit."""
+    """Raise `context_length_exceeded` unless prompt and output fit."""
     limit: int = service.engine_info["max_model_len"]
     if prompt_tokens + max_tokens > limit:
         raise CallerError(
-            ErrorCode.CONTEXT_TOO_LONG,
-            f"{prompt_tokens} prompt tokens and {max_tokens} output tokens make {prompt_tokens + max_tokens}, "
-            f"the context holds {limit}; shorten the prompt or lower {param}",
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"This model's maximum context length is {limit} tokens; you requested {prompt_tokens + max_tokens} tokens "
+            f"({prompt_tokens} in the prompt, {max_tokens} in the answer), so shorten the prompt or lower {param}",
             param=param,
         )
 
