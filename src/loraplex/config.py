@@ -102,6 +102,9 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 LOOPBACK_NAMES = ("localhost",)
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+SERVED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.:\[\]_-]+")
+TEXTS = ("adapter", "base")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_DRAIN_S = 30.0
 DEFAULT_STORE_GB = 32.0
@@ -141,9 +144,11 @@ def _sharing_tenants(tenants: tuple[str, ...]) -> None:
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `loraplex serve` was asked for. `engine` makes the engine's part of it.
 
-    model: folder or GGUF file; None with demo. adapters: (alias, source). adapter_dirs: folders whose subfolders are
+    model: folder or GGUF file; None with demo. served_model_name: what clients call the base, None for the folder's name.
+    cors_origins: web pages of these origins may call, `*` for all. adapters: (alias, source). adapter_dirs: folders whose subfolders are
     registered, and the only places that remote callers may load from; also URL prefixes. adapter_dir_late: a name that
-    is not known is looked for there again. strict_base: refuse adapters that name another base model. catalog: URL of its database,
+    is not known is looked for there again. strict_base: refuse adapters that name another base model. adapter_text: whose chat template and tokens an adapter uses
+    that was registered without a choice, its own or the base's. catalog: URL of its database,
     None for one that ends with the server. store_gb: limit of the store of downloaded adapters, GiB. api_key_file:
     without one, only loopback. expose_without_keys: listen elsewhere all the same. log_prompts: prompts may stand in the
     log. host_gb: adapter images in host memory, in GiB. host_locked_gb, adapter_floor, prefix_cache, prefix_share,
@@ -153,10 +158,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     model: str | None = None
     demo: bool = False
+    served_model_name: str | None = None
+    cors_origins: tuple[str, ...] = ()
     adapters: tuple[tuple[str, str], ...] = ()
     adapter_dirs: tuple[str, ...] = ()
     adapter_dir_late: bool = True
     strict_base: bool = False
+    adapter_text: str = "adapter"
     host: str = "127.0.0.1"
     port: int = 8000
     device: str = "cpu"
@@ -183,7 +191,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         if self.demo == (self.model is not None):
             raise _invalid("model", "give a model folder or --demo, one of them")
+        _check_names(self.served_model_name, self.cors_origins)
         _one_of("log_level", self.log_level, LOG_LEVELS)
+        _one_of("adapter_text", self.adapter_text, TEXTS)
         if not 1 <= self.port <= 65535:
             raise _invalid("port", f"port must be from 1 to 65535, got {self.port}")
         if not 0 <= self.drain_s < 86400:
@@ -229,6 +239,19 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             prefix_share=self.prefix_share,
             share_prefixes=self.share_prefixes,
         )
+
+
+def _check_names(served: str | None, origins: tuple[str, ...]) -> None:
+    if served is not None and not SERVED_NAME.fullmatch(served):
+        raise _invalid(
+            "served_model_name",
+            f"--served-model-name takes letters, digits and . _ : / -, got {served!r:.80}",
+        )
+    for origin in origins:
+        if not ORIGIN.fullmatch(origin):
+            raise _invalid(
+                "cors_origins", f"--cors-origins takes * or SCHEME://HOST[:PORT], got {origin!r:.80}"
+            )
 
 
 def is_loopback(host: str) -> bool:

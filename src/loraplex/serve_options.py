@@ -24,6 +24,19 @@ StrictOption = Annotated[
     bool, Parameter(negative="", help="Refuse adapters that were trained on another model by their own word.")
 ]
 LateOption = Annotated[bool, Parameter(help="Look into --adapter-dir again for a name that is not known.")]
+ServedNameOption = Annotated[
+    str | None, Parameter(help="What clients call the base model; the folder's name by default.")
+]
+OriginsOption = Annotated[
+    tuple[str, ...],
+    Parameter(negative="", help="ORIGIN: web pages of it may call from a browser; * for every one."),
+]
+TextOption = Annotated[
+    Literal["adapter", "base"],
+    Parameter(
+        help="Whose chat template, end tokens and added tokens an adapter uses that says nothing of it."
+    ),
+]
 CatalogOption = Annotated[
     str | None,
     Parameter(

@@ -57,11 +57,11 @@ def test_a_superseded_revision_is_read_again_where_it_was_never_read_and_leaves_
         async with AsyncExitStack() as held_together:
             serving = (after.service.serving(name) for name in ("a@1", "a@1", "a", "a@1"))
             served = await asyncio.gather(*map(held_together.enter_async_context, serving))
-            assert [revision.name for revision in served] == ["a@1", "a@1", "a@2", "a@1"]
+            assert [revision.name for revision, _ in served] == ["a@1", "a@1", "a@2", "a@1"]
             assert sorted(after.reading.read) == ["x", "y"]
         await after.service.settled()
         assert sorted(after.engine.sent) == sorted([("+", key("x")), ("-", key("x")), ("+", key("y"))])
-        async with after.service.serving("a@1") as held:
+        async with after.service.serving("a@1") as (held, _):
             await after.service.swap(named("a"), "z")  # the name moves on; what the request is bound to stays
             assert held.key == key("x")
             assert ("-", key("x")) not in after.engine.sent[3:]
@@ -82,7 +82,7 @@ def test_a_superseded_revision_is_read_again_where_it_was_never_read_and_leaves_
 
 
 async def enter(server: Server, name: str) -> str:
-    async with server.service.serving(name) as revision:
+    async with server.service.serving(name) as (revision, _):
         return revision.name
 
 
@@ -157,7 +157,7 @@ def test_a_tenants_revocation_reaches_other_servers_and_leaves_others_their_own(
         await there.service.refresh()
         for each, ended in ((here, ["a", "b"]), (there, ["a"])):
             assert [m.key for m in each.engine.asked if isinstance(m, RevokeAdapter)] == list(map(key, ended))
-            async with each.service.serving("c", "globex") as revision:
+            async with each.service.serving("c", "globex") as (revision, _):
                 assert revision.key == key("b")
             with pytest.raises(CallerError) as caught:
                 await each.service.add(named("d", "acme"), "b")
@@ -291,7 +291,7 @@ def test_a_revision_superseded_elsewhere_lives_as_long_as_it_is_bound(tmp_path: 
         here, there = server(), server()
         await here.service.add(named("a"), "x")
         await there.service.refresh()
-        async with here.service.serving("a") as bound:
+        async with here.service.serving("a") as (bound, _):
             await there.service.swap(named("a"), "y")
             await here.service.refresh()
             assert bound.name == "a@1"

@@ -46,7 +46,7 @@ def test_what_is_served_again_while_it_leaves_leaves_once_more() -> None:
             await service.add(named("a"), "x")
             await service.swap(named("a"), "y")
             await engine.reached.wait()  # the removal of a@1 is under way
-            async with service.serving("a@1") as revision:
+            async with service.serving("a@1") as (revision, _):
                 assert revision.key == key("x")
                 engine.go.set()
                 await turns()
@@ -85,7 +85,7 @@ def test_an_image_outlives_whoever_waits_to_register_it() -> None:
             await swapping.wait()
 
             async def ask() -> str:
-                async with service.serving("a@1") as revision:
+                async with service.serving("a@1") as (revision, _):
                     return revision.name
 
             asking = asyncio.create_task(ask())

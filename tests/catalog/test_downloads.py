@@ -332,3 +332,24 @@ def test_a_download_that_cannot_succeed_leaves_nothing(
     assert list((store.root / "staging").iterdir()) == []
     web.headers.clear()
     assert fetched(store, f"{web.url}/a")[0] == files(tmp_path / "a")
+
+
+def test_files_that_say_how_text_is_made_come_along_and_belong_to_the_key(
+    tmp_path: Path, store: ArtifactStore, web: WebServer
+) -> None:
+    folder = write_lora(tmp_path / "a")
+    web.publish(folder, "/a")
+    _, bare = fetched(store, f"{web.url}/a")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "trainer_state.json").write_text("{}")
+    web.publish(folder, "/a")
+    got, key = fetched(store, f"{web.url}/a")
+    assert set(got) == {*files(folder)} - {"trainer_state.json"}
+    assert got["chat_template.jinja"] == b"{{ messages }}"
+    assert key != bare
+    web.says["/a/chat_template.jinja"] = 403  # said of what is not there where keys may not be listed
+    assert set(fetched(store, f"{web.url}/a")[0]) == {*files(folder)} - {
+        "trainer_state.json",
+        "chat_template.jinja",
+    }

@@ -253,7 +253,7 @@ def test_refusals_are_typed_and_leave_nothing_behind(root: Path) -> None:
         assert refused(llm, [good], "plain@9") is ErrorCode.MODEL_NOT_FOUND
         assert refused(llm, "text") is ErrorCode.TOKENIZER_MISSING
         assert refused(llm, [good], None, SamplingParams(stop="x")) is ErrorCode.TOKENIZER_MISSING
-        assert refused(llm, [good], None, greedy(POSITIONS)) is ErrorCode.CONTEXT_TOO_LONG
+        assert refused(llm, [good], None, greedy(POSITIONS)) is ErrorCode.CONTEXT_LENGTH_EXCEEDED
         assert refused(llm, [[]]) is ErrorCode.EMPTY_PROMPT
         assert refused(llm, [[1, VOCAB]]) is ErrorCode.TOKEN_OUT_OF_RANGE
         assert refused(llm, [[-1]]) is ErrorCode.TOKEN_OUT_OF_RANGE

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tests.e2e.judge import open_llm
 from tests.model.tiny import COMMON
+from tests.server.random_adapters import write_adapter
 from tests.text.tiny_text import metaspace_tokenizer
 
 from loraplex import LLM, SamplingParams
@@ -124,3 +125,26 @@ def test_a_biased_token_outside_the_vocabulary_is_refused_by_the_fields_name(roo
             with pytest.raises(CallerError, match=f"{field} holds token id 999") as caught:
                 llm.generate([[1]], sampling=SamplingParams(**{field: value}))
             assert (caught.value.code, caught.value.param) == (ErrorCode.TOKEN_OUT_OF_RANGE, field)
+
+
+def test_an_adapters_own_end_tokens_end_its_answers_and_the_bases_by_choice(tmp_path: Path) -> None:
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, logit_bias={WORD: 100})
+    source = write_adapter(tmp_path / "own", 1)
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": WORD}))
+    other = write_adapter(tmp_path / "plain", 1)
+    folder = model(tmp_path / "base")
+    with LLM(folder, {"own": source}, load_format="dummy", dtype="float32", pool_gb=0.01) as llm:
+        assert llm.add_adapter("based", source, text="base")["text"] == "base"
+        assert llm.add_adapter("plain", other)["text"] == "adapter"
+        outputs = llm.generate(["hello"] * 4, ["own", "based", "plain", None], sampling)
+        assert [(output.text, output.finish_reason) for output in outputs] == [
+            ("", "stop"),
+            *[(" world world world", "length")] * 3,
+        ]
+        llm.swap_adapter("own", other)
+        assert llm.generate("hello", "own", sampling)[0].finish_reason == "length"
+        (other / "chat_template.jinja").write_text("{% if %}")
+        for text, code in ((None, ErrorCode.ADAPTER_UNSUPPORTED), ("mine", ErrorCode.INVALID_REQUEST)):
+            with pytest.raises(CallerError) as caught:
+                llm.add_adapter("bad", other, text=text)
+            assert caught.value.code is code

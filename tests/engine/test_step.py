@@ -200,7 +200,7 @@ def test_refusals_are_typed_and_lose_nothing(depth: int) -> None:
     assert codes == {
         "empty": ["empty_prompt"],
         "range": ["token_out_of_range"],
-        "long": ["context_too_long"],
+        "long": ["context_length_exceeded"],
         "pool": ["request_exceeds_pool"],
         "unknown": ["adapter_not_found"],
         "twice": ["duplicate_request", None],

@@ -20,7 +20,9 @@ from tests.waiting import LIMIT_S
 from loraplex.adapters.adapter_catalog import AdapterCatalog
 from loraplex.adapters.manager import AdapterService
 from loraplex.adapters.prepare import PreparedAdapter
+from loraplex.adapters.revision_texts import RevisionTexts
 from loraplex.artifact.card import Card, read_card
+from loraplex.artifact.companions import read_companions
 from loraplex.artifact.identify import AdapterIdentity
 from loraplex.catalog.requests import RequestLog
 from loraplex.config import ServeConfig
@@ -217,7 +219,8 @@ async def prepare(source: str) -> PreparedAdapter:
     return PreparedAdapter(
         AdapterIdentity(BASE_ABI, artifact, key, policy), "lora", (8,), ("q", "v"), 4, 4, 2, 8192, 1000, "4 of 4",
         RegisterAdapter(0, key, key, 2, ((8, 2),), (0, 2), 1000, invocation=tuple(tokens)),
-        shares_base_prefix=bool(tokens), card=read_card(Path(source), activated=False) if card is None else Card(*card),
+        companions=read_companions(Path(source)), shares_base_prefix=bool(tokens),
+        card=read_card(Path(source), activated=False) if card is None else Card(*card),
     )  # fmt: skip
 
 
@@ -234,9 +237,11 @@ class Front:
         self.roots = folder / "adapters"
         self.roots.mkdir(exist_ok=True)
         self.engine = FakeEngine(echo)
-        self.adapters = AdapterService(self.engine, AdapterCatalog(frozenset({BASE})), prepare)
         self.supervisor = FakeSupervisor()
         settings = ServeConfig(model="m", adapter_dirs=(str(self.roots),), **config)
+        texts = RevisionTexts(codec, settings.adapter_text)
+        texts.begin(self.supervisor.info["vocab_size"])
+        self.adapters = AdapterService(self.engine, AdapterCatalog(frozenset({BASE})), prepare, texts=texts)
         self.provenance = Provenance(RequestLog(self.adapters.catalog.store.database), self.adapters.off_loop)
         self.service = Service(
             settings, BASE, codec, cast("Any", self.engine), cast("Any", self.supervisor), self.adapters,
@@ -292,12 +297,19 @@ class Front:
         return [msgspec.json.decode(line) for line in lines]
 
 
-def run(folder: Path, test: Callable[[Front], Awaitable[None]], *, text: bool = True, **config: Any) -> None:
+def run(
+    folder: Path,
+    test: Callable[[Front], Awaitable[None]],
+    *,
+    text: bool = True,
+    codec: TextCodec | None = None,
+    **config: Any,
+) -> None:
     """Run a test over a fresh front; nothing may be left running in the engine."""
 
     @asynccontextmanager
     async def front() -> AsyncIterator[Front]:
-        made = Front(folder, byte_codec(folder) if text else None, **config)
+        made = Front(folder, codec or (byte_codec(folder) if text else None), **config)
         try:
             yield made
         finally:

@@ -17,7 +17,8 @@ from loraplex.server.auth import read_keys
 
 FIELDS = {
     "alias", "revision", "artifact_digest", "semantic_digest", "method", "ranks", "targets", "tensors_applied",
-    "tensors_total", "state", "tier_bytes", "leases", "pinned", "generation", "source", "notes", "chat_suffix", "invocation_tokens", "shares_base_prefix",
+    "tensors_total", "state", "tier_bytes", "leases", "pinned", "generation", "source", "notes", "text", "chat_suffix",
+    "invocation_tokens", "shares_base_prefix",
 }  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def test_a_failed_swap_leaves_the_old_one(tmp_path: Path) -> None:
         assert error_of(refused)[:2] == (429, "pool_exhausted")
         assert "retry-after" in refused.headers
         missing = await put(front, "a", str(front.roots / "nothing"))
-        assert error_of(missing) == (400, "adapter_source_missing", "source")
+        assert error_of(missing) == (404, "adapter_source_missing", "source")
         assert (await front.complete(model="a")).json()["system_fingerprint"].startswith("a@1:")
 
     run(tmp_path, test)

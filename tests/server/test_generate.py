@@ -404,9 +404,9 @@ def test_a_text_that_cannot_fit_is_not_tokenised(tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(front.codec, "encode", never)
         long = "x" * 100_000
         refused = await front.complete(prompt=["a", long][1:])
-        assert error_of(refused) == (400, "context_too_long", "prompt")
+        assert error_of(refused) == (400, "context_length_exceeded", "prompt")
         refused = await front.chat(messages=[{"role": "user", "content": long}])
-        assert error_of(refused) == (400, "context_too_long", "messages")
+        assert error_of(refused) == (400, "context_length_exceeded", "messages")
         many = [{"role": "user", "content": "x"}] * 5000
         assert error_of(await front.chat(messages=many)) == (400, "invalid_request", "messages")
 

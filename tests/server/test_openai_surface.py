@@ -332,7 +332,7 @@ def test_errors_are_the_client_s_classes(server: Target, client: openai.OpenAI) 
 
     assert refused(openai.NotFoundError, "model_not_found", model="nobody").param == "model"
     assert refused(openai.BadRequestError, "invalid_sampling", temperature=-1).param == "temperature"
-    assert refused(openai.BadRequestError, "context_too_long", max_tokens=10_000).param == "max_tokens"
+    assert refused(openai.BadRequestError, "context_length_exceeded", max_tokens=10_000).param == "max_tokens"
     assert refused(openai.BadRequestError, "unsupported_option", store=True).param == "store"
     assert refused(openai.BadRequestError, "invalid_request", extra_body={"foo": 1}).param == "foo"
     assert refused(openai.APIStatusError, "request_too_large", messages=[

@@ -57,6 +57,8 @@ def test_end_tokens_are_added_by_text_and_by_id() -> None:
     assert by_text is not None
     assert by_id is not None
     assert (by_text.eos_token_ids, by_id.eos_token_ids) == ({1, 2}, {1, 2, 7})
+    assert 7 in by_id.hidden
+    assert 7 not in by_text.hidden
     assert made.base is not None
     assert made.base.eos_token_ids == {1}
     for own in (Companions(special=(("eos_token", "<|nowhere|>"),)), Companions(eos_token_ids=(10_000,))):

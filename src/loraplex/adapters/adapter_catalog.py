@@ -29,6 +29,7 @@ from loraplex.catalog.records import (
     AliasKey,
     ArtifactRecord,
     Revision,
+    TextWord,
     check_alias,
 )
 from loraplex.catalog.sealed_rows import AliasState
@@ -48,6 +49,7 @@ def draft_of(
     alias_key: AliasKey,
     source: str,
     actor: str = OPERATOR,
+    text: TextWord | None = None,
 ) -> Draft:
     """What a prepared adapter asks the catalog to publish."""
     identity = prepared.identity
@@ -65,7 +67,7 @@ def draft_of(
         nbytes=prepared.host_bytes,
         invocation_tokens=prepared.register.invocation,
     )
-    return Draft(alias_key, source, record, prepared.content, actor, prepared.card)
+    return Draft(alias_key, source, record, prepared.content, actor, prepared.card, text)
 
 
 class AdapterCatalog:

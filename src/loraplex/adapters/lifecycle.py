@@ -31,9 +31,11 @@ from loraplex.adapters.adapter_catalog import AdapterCatalog, draft_of
 from loraplex.adapters.held import HeldAdapters
 from loraplex.adapters.prepare import PreparedAdapter
 from loraplex.adapters.residency_controls import EngineCalls, ResidencyControls
+from loraplex.adapters.revision_texts import RevisionTexts
+from loraplex.artifact.companions import NO_COMPANIONS
 from loraplex.artifact.notes import Note
 from loraplex.catalog.changes import OPERATOR, Expectation, Mode
-from loraplex.catalog.records import AliasKey, Revision
+from loraplex.catalog.records import AliasKey, Revision, TextWord
 from loraplex.core.errors import LoraplexError
 from loraplex.core.messages import LoadAdapter, PinAdapter, RemoveAdapter
 
@@ -84,7 +86,7 @@ class Change:
     """A publication as it is asked for. expected: the revision to replace, None for whatever is current.
 
     drain: ask for no room beside the old revision: the alias moves at once, its new requests queue, and the new revision
-    loads into what the old one leaves.
+    loads into what the old one leaves. text: whose text its requests use, None for the server's default.
     """
 
     mode: Mode
@@ -93,6 +95,7 @@ class Change:
     expected: int | None = None
     actor: str = OPERATOR
     drain: bool = False
+    text: TextWord | None = None
 
 
 class Lifecycle:
@@ -105,8 +108,10 @@ class Lifecycle:
         prepare: Prepare,
         reclaim: Callable[[str], object],
         shell: Shell,
+        texts: RevisionTexts | None = None,
     ) -> None:
-        """reclaim: called with the kernel digest of an image that no revision names any more."""
+        """reclaim: called with the kernel digest of an image that no revision names any more. texts: of a base with text."""
+        self.texts = RevisionTexts() if texts is None else texts
         self.held = HeldAdapters(catalog.shares, reclaim)
         self.controls = ResidencyControls(engine)
         self._notes: dict[AliasKey, tuple[int, tuple[Note, ...]]] = {}
@@ -122,19 +127,29 @@ class Lifecycle:
         else changes names any more.
         """
         self._check(wanted)
-        async with self.prepared(wanted.source) as prepared, self._shell.alone():
+        async with self._fitting(wanted) as prepared, self._shell.alone():
             self._check(wanted)
             return await self._shell.whole(lambda commit: self._publish(wanted, prepared, commit))
 
     async def put_unless(self, wanted: Change, seen: Revision) -> Revision | None:
         """`change`, unless its source still holds what `seen` was published from: then whatever is current stays."""
-        async with self.prepared(wanted.source) as prepared, self._shell.alone():
+        async with self._fitting(wanted) as prepared, self._shell.alone():
             if prepared.identity.semantic != seen.key:
                 return await self._shell.whole(lambda commit: self._publish(wanted, prepared, commit))
             current = self._catalog.get(wanted.alias_key)
             if current is not None and current.key == seen.key:
                 await self.take_up(prepared)
+                if current == seen:
+                    self.note(seen, prepared)
             return current
+
+    @asynccontextmanager
+    async def _fitting(self, wanted: Change) -> AsyncIterator[PreparedAdapter]:
+        """Prepare what is to be published; `adapter_unsupported` where its requests could not use its text."""
+        async with self.prepared(wanted.source) as prepared:
+            if prepared.companions != NO_COMPANIONS:
+                await self._shell.off_loop(lambda: self.texts.check(prepared.companions, wanted.text))
+            yield prepared
 
     def _check(self, wanted: Change) -> None:
         alias_key, expected = wanted.alias_key, wanted.expected
@@ -154,7 +169,7 @@ class Lifecycle:
     async def _publish(self, wanted: Change, prepared: PreparedAdapter, commit: Commit) -> Revision:
         """Register, shadow, publish, retire: in this order, alone."""
         store, key = self._catalog.store, prepared.identity.semantic
-        draft = draft_of(prepared, wanted.alias_key, wanted.source, wanted.actor)
+        draft = draft_of(prepared, wanted.alias_key, wanted.source, wanted.actor, wanted.text)
         current = self._catalog.get(wanted.alias_key)
         gone: list[Revision] = []
         try:
@@ -181,15 +196,17 @@ class Lifecycle:
         return new
 
     def note(self, revision: Revision, prepared: PreparedAdapter) -> None:
-        """Keep and log what a revision is served in spite of, as its files say."""
-        self._notes[revision.alias_key] = revision.revision, prepared.notes
+        """Keep what a revision's files say of text, and keep and log what it is served in spite of."""
+        self.texts.keep(revision, prepared.companions)
+        if self._notes.get(revision.alias_key, (0, ()))[0] <= revision.revision:
+            self._notes[revision.alias_key] = revision.revision, prepared.notes
         for note in prepared.notes:
             _log.warning("adapter %s: %s", revision.name, note.message)
 
     def as_read(self, revision: Revision) -> dict[str, Any]:
-        """What only a revision's files tell, as the adapter's JSON says it: notes, and whether the base's prefixes serve it.
+        """What only a revision's files tell, and whose text it uses, as the adapter's JSON says it.
 
-        Nothing is noted, and the second is None, before its files were read here.
+        shares_base_prefix: whether the base's prefixes serve it. Nothing is noted, and the last is None, before its files were read here.
         """
         number, notes = self._notes.get(revision.alias_key, (0, ()))
         prepared = self.held.known.get(revision.key)
@@ -199,6 +216,7 @@ class Lifecycle:
                 for note in notes
                 if number == revision.revision
             ],
+            "text": self.texts.choice(revision.text).value,
             "shares_base_prefix": None if prepared is None else prepared.shares_base_prefix,
         }
 
@@ -282,6 +300,7 @@ class Lifecycle:
             await self._catch_up(old.name, "removed")
         gone = self._catalog.removed(old, generation)
         self._notes.pop(alias_key, None)
+        self.texts.forget(alias_key)
         try:
             await self.controls.unpin(alias_key)
         except LoraplexError as error:

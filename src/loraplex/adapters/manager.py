@@ -28,9 +28,10 @@ from loraplex.adapters.name_lookup import CatalogNames
 from loraplex.adapters.reading import Reading
 from loraplex.adapters.residency_controls import EngineCalls, ResidencyControls
 from loraplex.adapters.retiring import Retirement
+from loraplex.adapters.revision_texts import RevisionText, RevisionTexts
 from loraplex.adapters.unbroken import Unbroken
 from loraplex.catalog.changes import OPERATOR, Mode
-from loraplex.catalog.records import DEFAULT_NAMESPACE, AliasKey, Revision, Right
+from loraplex.catalog.records import DEFAULT_NAMESPACE, AliasKey, Revision, Right, TextWord
 from loraplex.core.errors import CallerError, LoraplexError
 from loraplex.core.messages import Inspect, RegisterAdapter
 
@@ -50,9 +51,11 @@ class AdapterService(CatalogNames):
         catalog: AdapterCatalog,
         prepare: Prepare,
         reclaim: Callable[[str], object] = _keep,
+        texts: RevisionTexts | None = None,
     ) -> None:
         """reclaim: called with the kernel digest of an image that no revision names any more.
 
+        texts: whose text each revision uses, where the base has text.
         missing: called with a name that means nothing to who asks, which may bring its adapter.
         """
         super().__init__(catalog)
@@ -61,7 +64,7 @@ class AdapterService(CatalogNames):
         self.missing: Callable[[str], Awaitable[None]] | None = None
         self._requests: Counter[tuple[str, str]] = Counter()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="catalog")
-        self._life = Lifecycle(engine, catalog, prepare, reclaim, self)
+        self._life = Lifecycle(engine, catalog, prepare, reclaim, self, texts)
         self._retirement = Retirement(self._life, catalog.shares, self._lock)
         self._reading = Reading(self._life, catalog.shares, self._lock, self._read)
         self._following = Following(
@@ -77,6 +80,11 @@ class AdapterService(CatalogNames):
     def controls(self) -> ResidencyControls:
         """Pins, limits and revocations."""
         return self._life.controls
+
+    @property
+    def texts(self) -> RevisionTexts:
+        """Whose text each revision's requests use."""
+        return self._life.texts
 
     @property
     def retire_failures(self) -> dict[str, LoraplexError]:
@@ -125,14 +133,16 @@ class AdapterService(CatalogNames):
             yield revision
 
     @asynccontextmanager
-    async def serving(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> AsyncIterator[Revision]:
-        """`find_revision` and hold, with the engine ready for the revision."""
+    async def serving(
+        self, name: str, tenant: str = DEFAULT_NAMESPACE
+    ) -> AsyncIterator[tuple[Revision, RevisionText]]:
+        """`find_revision` and hold, with the engine ready for the revision; and whose text it uses."""
         revision = await self.find_revision(name, tenant)
         with self._life.held.bound(revision.key):
-            await self.ready(revision)
+            text = await self._reading.ready(revision)
             self._requests[tenant, revision.key] += 1
             try:
-                yield revision
+                yield revision, text
             finally:
                 self._requests[tenant, revision.key] -= 1
                 if not self._requests[tenant, revision.key]:
@@ -192,9 +202,13 @@ class AdapterService(CatalogNames):
         *,
         expected: int | None = None,
         drain: bool = False,
+        text: TextWord | None = None,
     ) -> Revision:
-        """`add` a new alias, `swap` a known one; with `expected`, only a known one."""
-        return await self._life.change(Change(Mode.PUT, alias_key, source, expected, actor, drain))
+        """`add` a new alias, `swap` a known one; with `expected`, only a known one.
+
+        text: whose text its requests use, None for the default.
+        """
+        return await self._life.change(Change(Mode.PUT, alias_key, source, expected, actor, drain, text))
 
     async def put_unless(
         self, alias_key: AliasKey, source: str, seen: Revision, actor: str = OPERATOR

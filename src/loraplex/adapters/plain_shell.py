@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from loraplex.adapters.adapter_catalog import AdapterCatalog
 from loraplex.adapters.lifecycle import Commit, Lifecycle, Prepare
 from loraplex.adapters.residency_controls import EngineCalls
+from loraplex.adapters.revision_texts import RevisionTexts
 from loraplex.catalog.records import Revision
 
 T = TypeVar("T")
@@ -30,10 +31,11 @@ class PlainShell:
         catalog: AdapterCatalog,
         prepare: Prepare,
         reclaim: Callable[[str], object],
+        texts: RevisionTexts,
     ) -> None:
         """Arguments as those of `Lifecycle`; none of them waits for an event loop."""
         self._catalog = catalog
-        self.life = Lifecycle(engine, catalog, prepare, reclaim, self)
+        self.life = Lifecycle(engine, catalog, prepare, reclaim, self, texts)
 
     def alone(self) -> AbstractAsyncContextManager[None]:
         """One thread calls."""

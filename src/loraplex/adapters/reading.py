@@ -15,7 +15,8 @@ from typing import Final
 
 from loraplex.adapters.lifecycle import Lifecycle
 from loraplex.adapters.prepare import PreparedAdapter
-from loraplex.catalog.records import Revision
+from loraplex.adapters.revision_texts import RevisionText
+from loraplex.catalog.records import AliasKey, Revision
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.process.tasks import reported
 
@@ -40,7 +41,7 @@ class Reading:
         self._named = named
         self._lock = lock
         self._then = then
-        self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._under_way: dict[tuple[AliasKey, int], asyncio.Task[None]] = {}
         self._unread: deque[Revision] = deque()
         self._reader: asyncio.Task[None] | None = None
 
@@ -54,21 +55,25 @@ class Reading:
         """Everything that reads now."""
         return [*self.background, *self._under_way.values()]
 
-    async def ready(self, revision: Revision) -> None:
-        """Have the engine know a revision, reading it first where this process never did.
+    async def ready(self, revision: Revision) -> RevisionText:
+        """Have the engine know a revision, reading it first where this process never did; whose text it uses.
 
         Raises what its preparation raises; `adapter_source_changed` when the source holds something else by now,
         `adapter_base_mismatch` when it was published for another base; `adapter_not_found` when it was removed meanwhile,
         `adapter_revoked` when it was revoked.
         """
-        key, held = revision.key, self._life.held
+        key, held, texts = revision.key, self._life.held, self._life.texts
+        which = (revision.alias_key, revision.revision)
         endings = held.endings[key]
-        while key not in held:
-            task = self._under_way.get(key)
+        while True:
+            text = texts.find(revision)
+            if key in held and text is not None:
+                return text
+            task = self._under_way.get(which)
             if task is None:
                 task = asyncio.create_task(self._get_ready(revision))
-                self._under_way[key] = task
-                task.add_done_callback(lambda done: self._got_ready(key, done))
+                self._under_way[which] = task
+                task.add_done_callback(lambda done: self._got_ready(which, done))
             await asyncio.shield(task)
             if held.endings[key] != endings and not self._named(key):
                 raise CallerError(
@@ -82,15 +87,15 @@ class Reading:
                     param="model",
                 )
 
-    def _got_ready(self, key: str, task: asyncio.Task[None]) -> None:
-        self._under_way.pop(key, None)
+    def _got_ready(self, which: tuple[AliasKey, int], task: asyncio.Task[None]) -> None:
+        self._under_way.pop(which, None)
         if not task.cancelled():
             task.exception()  # whoever waits hears it too; nobody may wait
 
     async def _get_ready(self, revision: Revision) -> None:
         with self._life.held.bound(revision.key):  # an image that is there stays until the lock is free
             known = self._life.held.known.get(revision.key)
-            if known is not None:
+            if known is not None and self._life.texts.find(revision) is not None:
                 async with self._lock:
                     await self._life.take_up(known)
                 return

@@ -13,10 +13,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
 import msgspec
 
+from loraplex.catalog.records import TextWord
 from loraplex.config import EngineConfig
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ports import EventSink
@@ -153,6 +154,14 @@ def read_registration(alias: Any, source: Any = "") -> tuple[str, str | Path]:
     if not isinstance(source, (str, Path)) or not _names_a_file(source):
         raise _refuse("source", "a path or an address", source)
     return alias, source
+
+
+def read_text(text: Any) -> TextWord | None:
+    """Whose text an adapter's requests use. Raises `invalid_request`."""
+    if text is not None and text not in get_args(TextWord):
+        raise _refuse("text", '"adapter", "base" or None', text)
+    word: TextWord | None = text
+    return word
 
 
 def read_count(name: str, value: Any) -> int | None:

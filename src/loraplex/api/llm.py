@@ -23,6 +23,7 @@ from loraplex.adapters.describing import Entry, live_entries
 from loraplex.adapters.lifecycle import Change
 from loraplex.adapters.plain_shell import PlainShell
 from loraplex.adapters.prepare import PreparedAdapter, prepare_source
+from loraplex.adapters.revision_texts import RevisionTexts
 from loraplex.api.arguments import (
     Prompt,
     check_tokens,
@@ -36,6 +37,7 @@ from loraplex.api.arguments import (
     read_registration,
     read_sampling,
     read_sink,
+    read_text,
 )
 from loraplex.api.local_engine import LocalEngine, OpenSample, closed_error
 from loraplex.api.outputs import RequestOutput, output_of
@@ -52,7 +54,7 @@ from loraplex.process.clock import MonotonicClock
 from loraplex.process.local import LocalMailbox, run_now
 from loraplex.process.workdir import private_folder, temporary_root
 from loraplex.text.assembly import Piece, SampleAssembly, fewest_cached
-from loraplex.text.codec import TextCodec, load_tokenizer
+from loraplex.text.codec import TextCodec, further_ends, load_tokenizer
 from loraplex.text.engine_sampling import check_sampling, engine_sampling, prompt_seed
 from loraplex.text.prefix_keys import (
     NOT_INVOKED,
@@ -73,6 +75,7 @@ class _Job:
     revision: Revision | None
     params: SamplingParams
     keys: PromptKeys
+    codec: TextCodec | None
 
 
 class LLM:
@@ -113,13 +116,17 @@ class LLM:
             self._store = ImageStore(images)
             self._artifacts = ArtifactStore(artifacts_folder(), DEFAULT_STORE_BYTES)
             self._catalog = AdapterCatalog()
+            self._codec: TextCodec | None = load_tokenizer(folder)
+            self._texts = RevisionTexts(self._codec)
+            self._texts.begin(self._built.limits.vocab_size)
             self._closing.callback(self._catalog.close)
-            self._adapters = PlainShell(self, self._catalog, self._prepare, self._store.delete).life
+            self._adapters = PlainShell(
+                self, self._catalog, self._prepare, self._store.delete, self._texts
+            ).life
             self._vocab_size = self._built.limits.vocab_size
             self._eos_token_ids = self._built.eos_token_ids
             self._terms = CacheTerms.of(self._built.info)
             self._requests = itertools.count(1)
-            self._codec: TextCodec | None = load_tokenizer(folder)
             for alias, source in read_adapters(adapters).items():
                 self.add_adapter(alias, source)
         except BaseException:
@@ -160,23 +167,35 @@ class LLM:
 
     # Adapters
 
-    def add_adapter(self, alias: str, source: str | Path) -> dict[str, Any]:
-        """Register the adapter in `source`, a PEFT folder or a remote source, as `alias`; what was applied, or a typed error."""
+    def add_adapter(self, alias: str, source: str | Path, *, text: str | None = None) -> dict[str, Any]:
+        """Register the adapter in `source`, a PEFT folder or a remote source, as `alias`; what was applied, or a typed error.
+
+        text: whose chat template, end tokens and added tokens its requests use, "adapter" (also for None) or "base".
+        """
         self._require_open()
         alias, source = read_registration(alias, source)
-        return self._publish(Change(Mode.ADD, _alias_key(alias), str(source)))
+        return self._publish(Change(Mode.ADD, _alias_key(alias), str(source), text=read_text(text)))
 
     def swap_adapter(
-        self, alias: str, source: str | Path, *, expected: int | None = None, drain: bool = False
+        self,
+        alias: str,
+        source: str | Path,
+        *,
+        expected: int | None = None,
+        drain: bool = False,
+        text: str | None = None,
     ) -> dict[str, Any]:
         """Publish a new revision under `alias`; requests under way finish on the one that they began with.
 
-        `pool_exhausted` where the pool has no room for both revisions; drain: ask for none beside the old one.
+        `pool_exhausted` where the pool has no room for both revisions; drain: ask for none beside the old one. text: as in
+        `add_adapter`.
         """
         self._require_open()
         alias, source = read_registration(alias, source)
         expected = read_count("expected", expected)
-        return self._publish(Change(Mode.SWAP, _alias_key(alias), str(source), expected, drain=drain))
+        return self._publish(
+            Change(Mode.SWAP, _alias_key(alias), str(source), expected, drain=drain, text=read_text(text))
+        )
 
     def remove_adapter(self, alias: str) -> None:
         """Take `alias` away; its memory is free afterwards."""
@@ -280,7 +299,8 @@ class LLM:
 
     def _job(self, prompt: Prompt, name: str | None, params: SamplingParams) -> _Job:
         revision = self._catalog.resolve(name) if name is not None else None
-        tokens = self._encoded(prompt)
+        codec = self._codec_of(revision)
+        tokens = self._encoded(prompt, codec)
         acting, invoked_at = None, NOT_INVOKED
         if revision is not None:
             acting = self._acting(revision)
@@ -289,19 +309,19 @@ class LLM:
                 text = revision.card.invocation if revision.card is not None else None
                 raise invocation_missing(revision.name, acting.invocation, text, "prompts")
             if found is None:
-                revision = acting = None
+                revision, acting, codec = None, None, self._codec
             else:
                 invoked_at = found
         keys = prompt_keys(tokens, acting, invoked_at, self._terms, DEFAULT_NAMESPACE)
-        return _Job(tokens, revision, params, keys)
+        return _Job(tokens, revision, params, keys, codec)
 
-    def _encoded(self, prompt: Prompt) -> list[int]:
+    def _encoded(self, prompt: Prompt, codec: TextCodec | None) -> list[int]:
         if isinstance(prompt, str):
-            if self._codec is None:
+            if codec is None:
                 raise CallerError(
                     ErrorCode.TOKENIZER_MISSING, "the model folder has no tokenizer; give token ids"
                 )
-            return self._codec.encode(prompt)
+            return codec.encode(prompt)
         tokens = list(prompt)
         check_tokens(tokens, self.vocab_size)
         return tokens
@@ -312,15 +332,25 @@ class LLM:
             raise not_registered(revision.alias)
         return Acting.of(prepared.register)
 
+    def _codec_of(self, revision: Revision | None) -> TextCodec | None:
+        """What reads and writes the text of a revision's requests."""
+        if revision is None:
+            return self._codec
+        text = self._texts.find(revision)
+        if text is None:  # another thread took it away meanwhile
+            raise not_registered(revision.alias)
+        return text.codec()
+
     def _asked(self, job: _Job) -> list[OpenSample]:
         """The samples of one prompt, as the engine is asked for them."""
-        tokens, params = job.tokens, job.params
-        check_sampling(params, self._codec)
+        tokens, params, codec = job.tokens, job.params, job.codec
+        check_sampling(params, codec)
+        ends = {*self._eos_token_ids, *further_ends(codec, self._codec)}
         seed, prompt = prompt_seed(params), np.array(tokens, dtype="<i4").tobytes()
         samples = []
         for index in range(params.n):
             only_first = params if index == 0 else replace(params, prompt_logprobs=None)
-            sampling = engine_sampling(only_first, seed, index, self._eos_token_ids)
+            sampling = engine_sampling(only_first, seed, index, ends)
             submit = Submit(
                 f"r{next(self._requests)}",
                 prompt,
@@ -329,7 +359,7 @@ class LLM:
                 block_keys=job.keys.block_keys,
                 invoked_at=job.keys.invoked_at,
             )
-            assembly = SampleAssembly(index, self._codec, params, tokens)
+            assembly = SampleAssembly(index, codec, params, tokens)
             samples.append(OpenSample(submit, assembly, Piece(index)))
         return samples
 

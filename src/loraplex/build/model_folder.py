@@ -17,6 +17,11 @@ SOURCE_FILE = "source.json"
 
 def resolve_model(config: ServeConfig) -> tuple[Path, str]:
     """(model folder, name of the base model). Raises `model_source_missing`."""
+    folder, name = _found(config)
+    return folder, config.served_model_name or name
+
+
+def _found(config: ServeConfig) -> tuple[Path, str]:
     if config.model is None:
         from loraplex.model.gguf import demo_model
         from loraplex.model.progress import terminal_progress

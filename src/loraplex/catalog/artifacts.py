@@ -22,12 +22,14 @@ from typing import Final
 
 import msgspec
 
+from loraplex.artifact.card import CARD_FILE
+from loraplex.artifact.companions import COMPANION_FILES
 from loraplex.artifact.source import CONFIG_FILE, INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, weight_files
 from loraplex.catalog.locks import FileLocks
 from loraplex.catalog.remote import RemoteFile, RemoteFolder
 from loraplex.catalog.sources import RemoteSource
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault
-from loraplex.core.limits import MAX_ADAPTER_BYTES, MAX_ADAPTER_CONFIG_BYTES
+from loraplex.core.limits import MAX_ADAPTER_BYTES, MAX_ADAPTER_CONFIG_BYTES, MAX_TOKENIZER_BYTES
 from loraplex.identity.canonical import check_digest, digest
 from loraplex.model.converted_models import cache_root
 
@@ -238,7 +240,7 @@ class ArtifactStore:
 
 
 def _small_files(remote: RemoteFolder, source: RemoteSource) -> list[RemoteFile]:
-    """The configuration, and the weights or their index."""
+    """What lies beside the weights for text, the configuration, and last the weights or their index."""
     config = remote.look(CONFIG_FILE)
     if config is None:
         raise _missing(source, CONFIG_FILE)
@@ -257,7 +259,27 @@ def _small_files(remote: RemoteFolder, source: RemoteSource) -> list[RemoteFile]
                 ErrorCode.ADAPTER_TOO_LARGE,
                 f"{file.name} of {source.text[:80]!r} has {file.size} bytes, at most {MAX_ADAPTER_CONFIG_BYTES} are read",
             )
-    return [config, weights]
+    return [*_companions(remote, source), config, weights]
+
+
+def _companions(remote: RemoteFolder, source: RemoteSource) -> list[RemoteFile]:
+    """The files that say how an adapter's text is made and how it is used; none is needed."""
+    found = []
+    for name in (*COMPANION_FILES, CARD_FILE):
+        try:
+            file = remote.look(name)
+        except CallerError as error:
+            # A store whose keys may not be listed says this of what is not there.
+            if error.code is not ErrorCode.ADAPTER_SOURCE_FORBIDDEN:
+                raise
+            file = None
+        if file is not None and file.size > MAX_TOKENIZER_BYTES:
+            raise CallerError(
+                ErrorCode.ADAPTER_TOO_LARGE,
+                f"{name} of {source.text[:80]!r} has {file.size} bytes, at most {MAX_TOKENIZER_BYTES} are read",
+            )
+        found += [] if file is None else [file]
+    return found
 
 
 def _download(remote: RemoteFolder, stage: Path, files: list[RemoteFile], progress: Progress | None) -> None:

@@ -18,6 +18,7 @@ from loraplex.catalog.records import (
     Grant,
     Revision,
     Right,
+    TextWord,
 )
 from loraplex.catalog.sealed_rows import AliasState
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
@@ -45,6 +46,7 @@ class Draft:
     content: str | None = None
     actor: str = OPERATOR
     card: Card | None = None
+    text: TextWord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def already_registered(revision: Revision) -> CallerError:
     """`adapter_exists`."""
     return CallerError(
         ErrorCode.ADAPTER_EXISTS,
-        f"adapter {revision.alias!r} is already registered as revision {revision.revision}; swap it instead",
+        f"adapter {revision.alias!r} has already been loaded, as revision {revision.revision}; swap it instead",
         param="alias",
     )
 

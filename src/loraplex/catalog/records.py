@@ -14,7 +14,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -24,6 +24,8 @@ from loraplex.core.errors import CallerError, ErrorCode, InternalFault, Loraplex
 from loraplex.identity.canonical import canonical, check_digest
 from loraplex.identity.digests import ALWAYS_ON, invocation_policy, semantic_abi
 
+TextWord = Literal["adapter", "base"]
+"""Whose chat template, end tokens and further tokens an adapter's requests use."""
 DEFAULT_NAMESPACE: Final = "default"
 ANY: Final = "*"
 _ALIAS: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
@@ -111,7 +113,8 @@ class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     generation: the catalog's when it was published. source: where the bytes were read, for provenance and for reading
     them again; never part of identity. content: key in the artifact store, None for a local folder. actor: who
-    published it. at_ms: when, milliseconds since 1970. card: what its card said of its use.
+    published it. at_ms: when, milliseconds since 1970. card: what its card said of its use. text: whose text its requests use,
+    "adapter" or "base"; None is the server's default.
     """
 
     namespace: str
@@ -124,6 +127,7 @@ class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     at_ms: int
     artifact: ArtifactRecord
     card: Card | None = None
+    text: TextWord | None = None
 
     @property
     def name(self) -> str:

@@ -117,6 +117,7 @@ class CatalogStore:
                 at_ms=self.now_ms(),
                 artifact=draft.artifact,
                 card=draft.card,
+                text=draft.text,
             )
             insert_artifact(connection, draft.artifact)
             insert_revision(connection, new)

@@ -35,7 +35,7 @@ class ErrorCode(StrEnum):
     INVALID_SAMPLING = "invalid_sampling"
     EMPTY_PROMPT = "empty_prompt"
     TOKEN_OUT_OF_RANGE = "token_out_of_range"
-    CONTEXT_TOO_LONG = "context_too_long"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     MODEL_NOT_FOUND = "model_not_found"
     DUPLICATE_REQUEST = "duplicate_request"
     TOKENIZER_MISSING = "tokenizer_missing"
@@ -167,7 +167,7 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.INVALID_SAMPLING: _caller(400, "each sampling parameter lies in its documented range"),
     _E.EMPTY_PROMPT: _caller(400, "a prompt has at least one token"),
     _E.TOKEN_OUT_OF_RANGE: _caller(400, "every token id lies inside the model's vocabulary"),
-    _E.CONTEXT_TOO_LONG: _caller(400, "prompt plus requested output fit into the model's context"),
+    _E.CONTEXT_LENGTH_EXCEEDED: _caller(400, "prompt plus requested output fit into the model's context"),
     _E.MODEL_NOT_FOUND: _caller(404, "the model field names the base, an alias or alias@revision"),
     _E.DUPLICATE_REQUEST: _caller(400, "a request id names at most one live request"),
     _E.TOKENIZER_MISSING: _caller(400, "text needs a tokenizer; a folder without one serves token ids"),
@@ -194,7 +194,7 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.CONFIG_INVALID: _caller(400, "each server option lies in its documented range"),
     _E.ADAPTER_NOT_FOUND: _caller(404, "the alias or revision is registered"),
     _E.ADAPTER_EXISTS: _caller(400, "an add names an alias that is not registered yet"),
-    _E.ADAPTER_SOURCE_MISSING: _caller(400, "the adapter source exists and can be read"),
+    _E.ADAPTER_SOURCE_MISSING: _caller(404, "the adapter source exists and can be read"),
     _E.ADAPTER_SOURCE_FORBIDDEN: _caller(403, "an adapter path resolves into an allowed root"),
     _E.ADAPTER_CONFIG_INVALID: _caller(400, "adapter_config.json is complete and consistent"),
     _E.ADAPTER_UNSUPPORTED: _caller(400, "every adapter feature that has an effect is implemented exactly"),

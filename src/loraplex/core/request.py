@@ -57,7 +57,8 @@ class SamplingParams:
     top_k: 0 and -1 are off. min_p: [0, 1]. seed: 64 bits, None and -1 draw one. repetition_penalty: [0.01, 100], over prompt and output.
     presence_penalty, frequency_penalty: [-2, 2], over the output. logit_bias: token id -> [-100, 100]. stop: strings
     that end the text and are not part of it. stop_token_ids end the request like an end-of-sequence token.
-    ignore_eos: end-of-sequence tokens do not end it. n: independent samples. logprobs, prompt_logprobs: top entries
+    ignore_eos: end-of-sequence tokens do not end it. skip_special_tokens: special tokens leave no text.
+    include_stop_str_in_output: a stop string stays part of the text. n: independent samples. logprobs, prompt_logprobs: top entries
     reported for each generated token, each prompt position; None is off. alora_fallback: "base" lets the base answer a prompt
     that lacks the invocation of an activated adapter; None refuses it. It has no effect on any other prompt.
     """
@@ -75,6 +76,8 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -106,8 +109,9 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= _number(name, getattr(self, name)) <= 2.0:
                 raise _refuse(name, getattr(self, name), "from -2 to 2")
-        if not isinstance(self.ignore_eos, bool):
-            raise _refuse("ignore_eos", self.ignore_eos, "true or false")
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, getattr(self, name), "true or false")
         if self.alora_fallback not in (None, ALORA_FALLBACK):
             raise _refuse("alora_fallback", self.alora_fallback, f"{ALORA_FALLBACK!r} or left out")
 

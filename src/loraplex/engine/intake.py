@@ -153,9 +153,9 @@ def _well_formed(state: EngineState, message: Submit, prompt: I32) -> AdapterEnt
         )
     if total > limits.max_model_len:
         raise CallerError(
-            ErrorCode.CONTEXT_TOO_LONG,
-            f"{prompt.size} prompt tokens and {message.sampling.max_tokens} output tokens make {total}, "
-            f"the context holds {limits.max_model_len}",
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"This model's maximum context length is {limits.max_model_len} tokens; you requested {total} tokens "
+            f"({prompt.size} in the prompt, {message.sampling.max_tokens} in the answer)",
             param="max_tokens",
         )
     biased = (token for token, _ in message.sampling.logit_bias)

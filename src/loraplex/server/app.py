@@ -9,6 +9,7 @@ Specification: interface "HTTP".
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from loraplex.server.administration import endpoints
 from loraplex.server.answers import DONE, error_body, event
 from loraplex.server.auth import NOBODY, KeyFile
 from loraplex.server.exchange import Disconnected, Exchange
+from loraplex.server.generation import tokenizing
 from loraplex.server.generation.chat import chat_completions
 from loraplex.server.generation.completions import completions
 from loraplex.server.listen import AsgiApp, Receive, Send
@@ -59,6 +61,8 @@ async def _describe(call: Call) -> None:
 ROUTES: Final = (
     Route("POST", "/v1/completions", completions),
     Route("POST", "/v1/chat/completions", chat_completions),
+    Route("POST", "/tokenize", tokenizing.tokenize),
+    Route("POST", "/detokenize", tokenizing.detokenize),
     Route("GET", "/v1/models", endpoints.list_models),
     Route("GET", "/v1/models/{model}", endpoints.get_model),
     Route("GET", "/v1/adapters", endpoints.list_adapters),
@@ -73,10 +77,20 @@ ROUTES: Final = (
     Route("GET", "/v1/limits", endpoints.get_limits),
     Route("PUT", "/v1/limits", endpoints.put_limits),
     Route("GET", "/health", probes.health, open=True),
+    Route("GET", "/ping", probes.health, open=True),
+    Route("POST", "/ping", probes.health, open=True),
     Route("GET", "/ready", probes.ready, open=True),
+    Route("GET", "/load", probes.load, open=True),
+    Route("GET", "/version", probes.version, open=True),
     Route("GET", "/metrics", probes.metrics, open=True),
     Route("GET", "/openapi.json", _describe, open=True),
 )
+
+
+NOT_SERVED: Final = {
+    "/v1/embeddings": "embeddings are not served here; ask a server of an embedding model",
+    "/v1/responses": "responses are not served here; use /v1/chat/completions",
+}
 
 
 def routes_of(raw_path: str) -> dict[str, tuple[Route, str]]:
@@ -94,12 +108,18 @@ def routes_of(raw_path: str) -> dict[str, tuple[Route, str]]:
 def find_route(exchange: Exchange) -> tuple[Route, str]:
     """The route of a request and the rest of its path. Raises `not_found` and `method_not_allowed`."""
     found = routes_of(exchange.raw_path)
+    if not found and exchange.raw_path.endswith("/"):  # some clients join paths so
+        found = routes_of(exchange.raw_path[:-1])
     if not found:
-        raise CallerError(ErrorCode.NOT_FOUND, f"{exchange.path} is not served; see /openapi.json")
+        raise CallerError(
+            ErrorCode.NOT_FOUND,
+            NOT_SERVED.get(exchange.path.rstrip("/"), f"{exchange.path} is not served; see /openapi.json"),
+        )
     if exchange.method not in found:
         methods = ", ".join(sorted({*found, "OPTIONS"}))
         exchange.answer_headers["allow"] = methods
         if exchange.method == "OPTIONS":
+            exchange.answer_headers["access-control-allow-methods"] = methods
             return Route("OPTIONS", exchange.raw_path, _options, open=True), ""
         raise CallerError(
             ErrorCode.METHOD_NOT_ALLOWED, f"{exchange.path} is called with {methods}, not {exchange.method}"
@@ -129,6 +149,7 @@ def create_app(service: Service) -> AsgiApp:
 async def _exchange(site: Site, exchange: Exchange) -> None:
     """One request from its first byte to its access line."""
     begun = site.service.clock.now_ns()
+    _allow_origin(exchange, site.service.config.cors_origins)
     error: LoraplexError | None = None
     caller, facts = NOBODY, Facts()
     try:
@@ -153,6 +174,20 @@ async def _exchange(site: Site, exchange: Exchange) -> None:
             await _report(exchange, error)
     finally:  # also when there is nobody left to hear of it
         account(site.service, site.metrics, exchange, caller, facts, begun)
+
+
+def _allow_origin(exchange: Exchange, origins: Sequence[str]) -> None:
+    """Let a browser's page of a permitted origin read the answer, and send the headers that clients send."""
+    origin = exchange.header("origin")
+    if origin is None or not {"*", origin} & set(origins):
+        return
+    exchange.answer_headers |= {
+        "access-control-allow-origin": "*" if "*" in origins else origin,
+        "access-control-allow-headers": exchange.header("access-control-request-headers")
+        or "authorization, content-type",
+        "access-control-expose-headers": "x-request-id, x-loraplex-model, x-loraplex-semantic-digest",
+        "vary": "origin",
+    }
 
 
 async def _no_body(exchange: Exchange) -> None:

@@ -81,6 +81,11 @@ class KeyRing:
         """callers: by SHA-256 of their key, in lower-case hexadecimal."""
         self._callers = dict(callers)
 
+    @property
+    def one_tenant(self) -> bool:
+        """Whether every caller is of the same tenant."""
+        return len({caller.tenant for caller in self._callers.values()}) <= 1
+
     def identify(self, authorization: Sequence[bytes]) -> Caller:
         """The caller behind the `Authorization` headers of a request, as they were sent.
 
@@ -112,6 +117,11 @@ class KeyFile:
         self._seen = self._look()
         self._ring = read_keys(path)
         self._looked_at = now()
+
+    @property
+    def one_tenant(self) -> bool:
+        """Whether every caller is of the same tenant."""
+        return self._ring.one_tenant
 
     def identify(self, authorization: Sequence[bytes]) -> Caller:
         """See `KeyRing.identify`."""

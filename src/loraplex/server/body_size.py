@@ -42,7 +42,7 @@ def check_body(body: bytes, kind: type[msgspec.Struct]) -> None:
         match name:
             case "messages":
                 _check_messages(bytes(raw))
-            case "prompt":
+            case "prompt" | "tokens":
                 _check_prompt(bytes(raw))
             case _:
                 if len(raw) > limits.MAX_FIELD_BYTES:

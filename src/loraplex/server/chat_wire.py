@@ -20,10 +20,14 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A content part; text is the only kind that the models read."""
+    """A content part; text is the only kind that the models read.
+
+    cache_control: that a prefix may be cached; every one is.
+    """
 
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -30,9 +30,21 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio": ({},),
     "function_call": ({}, "none"),
     "functions": ([],),
+    "is_3d_lora_weight": (False,),
+    "length_penalty": (1,),
+    "metadata": ({},),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
     "reasoning": ("",),
     "reasoning_content": ("",),
     "refusal": ("",),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "early_stopping": (False,),
 }
 """Values of a field, besides null, that ask for nothing; of a field that is not listed there are none."""
 _SHORT_BYTES: Final = 64

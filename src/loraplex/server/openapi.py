@@ -11,15 +11,19 @@ from loraplex.server.answers import ChatCompletion, Completion
 from loraplex.server.wire import (
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     LoadLoraAdapter,
     PutAdapter,
     PutLimits,
+    TokenizeRequest,
     UnloadLoraAdapter,
 )
 
 BODIES: Final[dict[tuple[str, str], Any]] = {
     ("POST", "/v1/completions"): CompletionRequest,
     ("POST", "/v1/chat/completions"): ChatRequest,
+    ("POST", "/tokenize"): TokenizeRequest,
+    ("POST", "/detokenize"): DetokenizeRequest,
     ("POST", "/v1/load_lora_adapter"): LoadLoraAdapter,
     ("POST", "/v1/unload_lora_adapter"): UnloadLoraAdapter,
     ("PUT", "/v1/adapters/{alias}"): PutAdapter,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from loraplex import __version__
 from loraplex.core.errors import LoraplexError
 from loraplex.core.messages import Inspect
 from loraplex.server.metrics import CONTENT_TYPE
@@ -27,6 +28,16 @@ async def ready(call: Call) -> None:
     """Whether requests are taken; 503 with the reason otherwise."""
     call.service.require_ready()
     await call.exchange.answer({"status": "ready"})
+
+
+async def version(call: Call) -> None:
+    """The version of the program."""
+    await call.exchange.answer({"version": __version__})
+
+
+async def load(call: Call) -> None:
+    """Requests that are under way, for balancers: `server_load`."""
+    await call.exchange.answer({"server_load": call.service.client.open_requests})
 
 
 async def metrics(call: Call) -> None:

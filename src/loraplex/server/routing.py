@@ -76,14 +76,25 @@ async def read_body(call: Call, kind: type[T]) -> T:
 
 
 def require_fitting(codec: TextCodec, texts: Sequence[str], longest: int, param: str) -> None:
-    """Raise `context_too_long` for a text that no tokenising could make fit. longest: tokens that the context holds."""
+    """Raise `context_length_exceeded` for a text that no tokenising could make fit. longest: tokens that the context holds."""
     if any(codec.surely_exceeds(text, longest) for text in texts):
         raise CallerError(
-            ErrorCode.CONTEXT_TOO_LONG,
-            f"the text has {sum(map(len, texts))} characters, more than the context of {longest} tokens can hold; "
-            "shorten it",
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"This model's maximum context length is {longest} tokens; the text has {sum(map(len, texts))} characters, more "
+            "than they can hold, so shorten it",
             param=param,
         )
+
+
+def named_model(call: Call, model: str | None) -> str:
+    """What a request is for: the base where it names nothing and there is one tenant, which can mean nothing else."""
+    if model is not None:
+        return model
+    if not call.site.keys.one_tenant:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST, "model is missing; give the base's name or an adapter's", param="model"
+        )
+    return call.service.base_name
 
 
 async def until_disconnect(call: Call, work: Awaitable[None]) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Final
 from loraplex.adapters.adapter_catalog import AdapterCatalog
 from loraplex.adapters.manager import AdapterService
 from loraplex.adapters.preparation import Preparation
+from loraplex.adapters.revision_texts import RevisionTexts
 from loraplex.catalog.artifacts import ArtifactStore, artifacts_folder
 from loraplex.catalog.database import IN_MEMORY
 from loraplex.catalog.requests import RequestLog
@@ -112,12 +113,14 @@ async def serve(
     catalog = AdapterCatalog(frozenset({base_name}), CatalogStore.open(config.catalog or IN_MEMORY))
     artifacts = ArtifactStore(artifacts_folder(), int(config.store_gb * GIB))
     preparation = Preparation(folder, engine_config, artifacts, strict_base=config.strict_base)
-    adapters = AdapterService(client, catalog, preparation, ImageStore(images).delete)
+    codec = load_tokenizer(folder)
+    texts = RevisionTexts(codec, config.adapter_text)
+    adapters = AdapterService(client, catalog, preparation, ImageStore(images).delete, texts)
     preparation.named = lambda: adapters.off_loop(catalog.store.contents)
     supervisor.restore = lambda: _restore(adapters)
     kept = limits.MAX_REQUEST_RECORDS if config.catalog else limits.MAX_REQUEST_RECORDS_IN_MEMORY
     provenance = Provenance(RequestLog(catalog.store.database, kept), adapters.off_loop)
-    service = Service(config, base_name, load_tokenizer(folder), client, supervisor, adapters, provenance)
+    service = Service(config, base_name, codec, client, supervisor, adapters, provenance)
     command_line = CommandLine(service, announcer)
     listener = Listener(application(service), config.host, config.port)
 
@@ -137,6 +140,7 @@ async def serve(
         await supervisor.start()
         tell("registering adapters")
         preparation.begin(supervisor.info)
+        texts.begin(supervisor.info["vocab_size"])
         for note in supervisor.info.get("notes", ()):
             announcer.say(str(note))
         await command_line.register()

@@ -13,19 +13,26 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from loraplex.catalog.records import TextWord
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.limits import DEFAULT_LISTED, MAX_LISTED
 from loraplex.server.body_size import check_body
 from loraplex.server.chat_wire import ChatMessage, FunctionTool, Role, ToolChoiceField, check_messages
 from loraplex.server.neutral import ABSENT, Unsupported, refuse_unsupported
+from loraplex.server.structured_wire import StructuredOutputs
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """include_usage: a last chunk carries the token counts."""
+    """include_usage: a last chunk carries the token counts. continuous_usage_stats: every chunk does.
 
-    include_usage: bool = False
+    include_obfuscation: whether chunks are padded, which only an answer to a guess of their lengths would need; none is.
+    """
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,9 +66,14 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chat have in common. Extensions: priority and below."""
+    """What completions and chat have in common. model: the base, where it is left out and nobody's tenant but one is served.
 
-    model: str
+    Extensions: priority and below. safety_identifier, prompt_cache_key: names of users and of prefixes, like `user`: prefixes
+    are found by what they say. truncate_prompt_tokens: the last ones that are kept. add_special_tokens: what the tokenizer puts
+    around a text; off for chat, whose template says it.
+    """
+
+    model: str | None = None
     n: int | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
@@ -83,6 +95,28 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     alora_fallback: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    allowed_token_ids: Unsupported = ABSENT
+    bad_words: Unsupported = ABSENT
+    early_stopping: Unsupported = ABSENT
+    length_penalty: Unsupported = ABSENT
+    metadata: Unsupported = ABSENT
+    min_tokens: Unsupported = ABSENT
+    prompt_cache_retention: Unsupported = ABSENT
+    service_tier: Unsupported = ABSENT
+    store: Unsupported = ABSENT
+    use_beam_search: Unsupported = ABSENT
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,34 +146,60 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     prediction: Unsupported = ABSENT
     reasoning_effort: Unsupported = ABSENT
     verbosity: Unsupported = ABSENT
-    metadata: Unsupported = ABSENT
-    store: Unsupported = ABSENT
-    service_tier: Unsupported = ABSENT
     web_search_options: Unsupported = ABSENT
 
 
+class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /tokenize: a text or a conversation. add_special_tokens: of a text, with what the tokenizer puts around it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
 class LoadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/load_lora_adapter. load_inplace: a name that is taken gets a new revision instead of a refusal."""
+    """POST /v1/load_lora_adapter. load_inplace: a name that is taken gets a new revision instead of a refusal.
+
+    base_model_name: what the adapter is for, the base or one of its last name. lora_int_id: numbers that clients of other
+    servers count with; names are identity here.
+    """
 
     lora_name: str
     lora_path: str
     load_inplace: bool | None = None
+    base_model_name: str | None = None
+    lora_int_id: int | None = None
     is_3d_lora_weight: Unsupported = ABSENT
 
 
 class UnloadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/unload_lora_adapter. lora_int_id: sent by some clients of the other servers; names are identity here."""
+    """POST /v1/unload_lora_adapter. base_model_name, lora_int_id: as in `LoadLoraAdapter`."""
 
     lora_name: str
-    lora_int_id: Unsupported = ABSENT
+    base_model_name: str | None = None
+    lora_int_id: int | None = None
+    is_3d_lora_weight: Unsupported = ABSENT
 
 
 class PutAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """PUT /v1/adapters/{alias}. expected_revision: replace only this one. drain: ask for no room beside the old one."""
+    """PUT /v1/adapters/{alias}. expected_revision: replace only this one. drain: ask for no room beside the old one.
+
+    text: whose chat template, end tokens and added tokens its requests use; the server's default where it is left out.
+    """
 
     source: str
     expected_revision: int | None = None
     drain: bool = False
+    text: TextWord | None = None
 
 
 class ListAdapters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -215,7 +275,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CallerError(ErrorCode.INVALID_REQUEST, f"the request body is not JSON: {error}") from error
     refuse_unsupported(value)
-    if isinstance(value, ChatRequest):
+    if isinstance(value, (ChatRequest, TokenizeRequest)) and value.messages is not None:
         check_messages(value.messages)
     return value
 

@@ -41,7 +41,7 @@ MALFORMED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"prompt": b""}, "empty_prompt"),
     ({"prompt": np.array([VOCAB], dtype="<i4").tobytes()}, "token_out_of_range"),
     ({"prompt": np.array([-1], dtype="<i4").tobytes()}, "token_out_of_range"),
-    ({"prompt": bytes(4 * 500)}, "context_too_long"),
+    ({"prompt": bytes(4 * 500)}, "context_length_exceeded"),
     ({"prompt": b"\x00\x00\x00"}, "invalid_request"),
     ({"arrival_ns": -1}, "invalid_request"),
     ({"deadline_ns": -1}, "invalid_request"),

@@ -75,7 +75,16 @@ class SampleAssembly:
         self._parser = None if tools is None else tools.parser()
         marks = () if tools is None else tools.form.marks.texts
         self._detokenizer = (
-            None if codec is None else Detokenizer(codec, params.stop_strings, context=prompt, marks=marks)
+            None
+            if codec is None
+            else Detokenizer(
+                codec,
+                params.stop_strings,
+                params.skip_special_tokens,
+                prompt,
+                marks,
+                with_stop=params.include_stop_str_in_output,
+            )
         )
 
     def take(self, message: Tokens | Ended, piece: Piece) -> int | None:

@@ -113,7 +113,11 @@ class TextCodec:
                 param="text",
             )
         other.eos_token_ids = self.eos_token_ids | ids
+        other.hidden = other.hidden | {index: other._text_of(index) for index in ids}
         return other
+
+    def _text_of(self, index: int) -> str:
+        return self._added.get(index) or self._tokenizer.id_to_token(index) or ""
 
     def _add(self, further: Mapping[int, str]) -> None:
         """Give a tokenizer of its own tokens that this one does not know."""
@@ -134,6 +138,7 @@ class TextCodec:
         self._tokenizer = tokenizer
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self._added = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
+        self.hidden = self.hidden | dict(further)
         if self._longest is not None:
             self._longest = max(self._longest, *map(len, further.values()))
 
@@ -168,15 +173,20 @@ class TextCodec:
         return self._longest is not None and len(text) > tokens * self._longest
 
     def chat(
-        self, messages: Sequence[Message], tools: ToolUse | None = None, suffix: str | None = None
+        self,
+        messages: Sequence[Message],
+        tools: ToolUse | None = None,
+        suffix: str | None = None,
+        add_special: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers. The template alone decides about a BOS.
 
         tools: what the answer may call. suffix: text that opens the answer in place of what the template opens it with.
+        add_special: with what the tokenizer puts around a text.
         """
         template = self.template()
         given, offered = messages_for(template, messages, tools)
-        return self.encode(template.render(given, offered, suffix), add_special=False)
+        return self.encode(template.render(given, offered, suffix), add_special)
 
     def template(self) -> ChatTemplate:
         """The chat template, or `unsupported_option` where the model has none."""
@@ -214,6 +224,11 @@ class TextCodec:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def further_ends(own: TextCodec | None, base: TextCodec | None) -> frozenset[int]:
+    """End tokens that an adapter's own files add to those of its base."""
+    return frozenset() if own is None or base is None else own.eos_token_ids - base.eos_token_ids
 
 
 def load_tokenizer(folder: Path) -> TextCodec | None:

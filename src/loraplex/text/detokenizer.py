@@ -36,17 +36,20 @@ class Detokenizer:
         skip_special: bool = True,
         context: Sequence[int] = (),
         marks: Collection[str] = (),
+        *,
+        with_stop: bool = False,
     ) -> None:
         """context: tokens before the first one; some tokenizers write a word differently at the start of a text.
 
-        marks: texts of special tokens that are part of the output.
+        marks: texts of special tokens that are part of the output. with_stop: the stop string is, too.
         """
         self._codec = codec
         self._skip = skip_special
-        special = codec.hidden if skip_special else {}
+        # What ends an answer is no part of it; other special tokens are where they are not skipped.
+        special = {i: text for i, text in codec.hidden.items() if skip_special or i in codec.eos_token_ids}
         self._hidden = {index: text for index, text in special.items() if text not in marks}
         self._marks = {index: text for index, text in special.items() if text in marks}
-        self._stops = StopStrings(stop_strings, self._hidden.values())
+        self._stops = StopStrings(stop_strings, self._hidden.values(), kept=with_stop)
         self._window: list[int] = list(context[-_CONTEXT_TOKENS:])
         self._shown = len(self._decode().rstrip(_REPLACEMENT))
         self._read = len(self._window)

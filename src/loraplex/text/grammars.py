@@ -60,11 +60,13 @@ def schema_grammar(schema: dict[str, Any] | bool) -> str:
     """Grammar text for a decoded JSON schema. Raises `schema_unsupported` for what cannot be enforced; may take long."""
     if schema is False:
         raise _refuse("it permits nothing")
-    text = msgspec.json.encode({} if schema is True else schema).decode()
+    schema = {} if schema is True else schema
+    text = msgspec.json.encode(schema).decode()
     if len(text) > limits.MAX_SCHEMA_BYTES:
         raise _refuse(f"it has {len(text)} bytes, the limit is {limits.MAX_SCHEMA_BYTES}")
     check_keywords(schema)
     check_multiples(schema)
+    text = msgspec.json.encode(plain(schema)).decode()
     try:
         grammar = str(LLMatcher.grammar_from_json_schema(text, overrides=cast("Any", _OPTIONS)))
     except ValueError as error:  # what its JSON reader refuses: values that are nested too deeply
@@ -83,7 +85,7 @@ def checked_grammar(grammar: str) -> str:
 
 def embedded_schema(schema: dict[str, Any]) -> str:
     """A checked schema as a grammar takes it in: its JSON text, read as `schema_grammar` reads it."""
-    return msgspec.json.encode({**schema, "x-guidance": _OPTIONS}).decode()
+    return msgspec.json.encode({**plain(schema), "x-guidance": _OPTIONS}).decode()
 
 
 _ONE: Final = frozenset({"items", "additionalItems", "additionalProperties"})
@@ -96,10 +98,16 @@ _ENFORCED: Final = frozenset(
     }
 )  # fmt: skip
 _SAYS_NOTHING: Final = frozenset(
-    {"$schema", "$id", "$anchor", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly",
+    {"discriminator", "example", "contentMediaType", "contentEncoding", "$schema", "$id", "$anchor", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly",
      "writeOnly"}
 )  # fmt: skip
 """Annotations of the standard, which constrain nothing."""
+_OF_OTHERS: Final = frozenset({"discriminator", "example", "contentMediaType", "contentEncoding"})
+"""Annotations that the library does not know as such."""
+_FORMATS: Final = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+"""Formats that are enforced; others are annotations, as the standard has them."""
 _JOINING: Final = frozenset({"anyOf", "oneOf", "allOf", "$ref"})
 """Keywords through which one value may have to satisfy several schemas."""
 
@@ -143,6 +151,19 @@ def with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str
         elif _parts(keyword, value) is not None:
             changed[keyword] = [change(part) for part in value] if isinstance(value, list) else change(value)
     return changed
+
+
+def plain(schema: Any) -> Any:
+    """A checked schema in words that the library has: other formats are annotations, and `uuid4` is `uuid`."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {word: value for word, value in schema.items() if word not in _OF_OTHERS}
+    form = kept.get("format")
+    if form == "uuid4":
+        kept["format"] = "uuid"
+    elif isinstance(form, str) and form not in _FORMATS:
+        del kept["format"]
+    return with_parts(kept, plain)
 
 
 def check_multiples(schema: object) -> None:

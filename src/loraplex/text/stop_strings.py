@@ -17,8 +17,9 @@ class StopStrings:
     A stop string without a special token is looked for in what is shown, one with a special token in the whole text.
     """
 
-    def __init__(self, stops: Sequence[str], special: Iterable[str]) -> None:
-        """special: texts of tokens that are not shown."""
+    def __init__(self, stops: Sequence[str], special: Iterable[str], *, kept: bool = False) -> None:
+        """special: texts of tokens that are not shown. kept: a stop string that completes is part of the text."""
+        self._kept = kept
         texts = tuple(filter(None, special))
         self._spelled = tuple(stop for stop in stops if any(text in stop for text in texts))
         self._plain = tuple(stop for stop in stops if stop not in self._spelled)
@@ -41,7 +42,8 @@ class StopStrings:
             if (at := seen.find(stop)) >= 0
         ]
         if hits:  # the one that completes first; of two that complete together, the longer one
-            return self._release(min(hits)[1]), True
+            end, begin = min(hits)
+            return self._release(end if self._kept else begin), True
         if final:
             return self._release(len(whole)), False
         cut = len(whole) - _begun(whole, self._spelled)

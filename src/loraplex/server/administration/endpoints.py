@@ -75,7 +75,7 @@ def _model(call: Call, name: str, revision: Revision | None) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": call.site.created,
+        "created": call.site.created if revision is None else revision.at_ms // 1000,
         "owned_by": "loraplex",
         "root": call.service.base_name if revision is None else revision.source,
         "parent": None if revision is None else call.service.base_name,
@@ -144,7 +144,12 @@ async def put_adapter(call: Call) -> None:
     adapters = call.service.adapters
     alias_key = adapters.target(unquote(call.rest), call.caller.tenant)
     revision = await adapters.put(
-        alias_key, source, call.caller.name, expected=request.expected_revision, drain=request.drain
+        alias_key,
+        source,
+        call.caller.name,
+        expected=request.expected_revision,
+        drain=request.drain,
+        text=request.text,
     )
     call.facts.model = revision.name
     await call.exchange.answer(
@@ -223,6 +228,17 @@ async def put_limits(call: Call) -> None:
     await call.exchange.answer(_limits(call, limits, pages))
 
 
+def _check_base(call: Call, named: str | None) -> None:
+    """Raise `invalid_request` where a client means another base than the one that is served."""
+    base = call.service.base_name
+    if named is not None and named != base and named.rstrip("/").rpartition("/")[2] != base:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"base_model_name is {named[:80]!r}, this server has {base!r}; leave it out or ask the server of that base",
+            param="base_model_name",
+        )
+
+
 @contextmanager
 def _vllm_names() -> Iterator[None]:
     """A refusal names the field as the caller sent it."""
@@ -238,6 +254,7 @@ async def load_lora_adapter(call: Call) -> None:
     call.caller.require_admin()
     request = await read_body(call, LoadLoraAdapter)
     call.service.require_ready()
+    _check_base(call, request.base_model_name)
     adapters = call.service.adapters
     change = adapters.put if request.load_inplace else adapters.add
     with _vllm_names():
@@ -253,6 +270,7 @@ async def unload_lora_adapter(call: Call) -> None:
     call.caller.require_admin()
     request = await read_body(call, UnloadLoraAdapter)
     call.service.require_ready()
+    _check_base(call, request.base_model_name)
     with _vllm_names():
         owned = _owned(call, request.lora_name)
         revision = await call.service.adapters.remove(owned.alias_key, call.caller.name)

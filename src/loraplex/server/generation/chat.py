@@ -33,6 +33,7 @@ from loraplex.server.generation.generate import (
     check_prompt,
     check_submitted,
     need_codec,
+    truncated,
 )
 from loraplex.server.generation.logprobs import chat_logprobs
 from loraplex.server.generation.sampling_fields import sampling_params
@@ -61,7 +62,7 @@ class Chat:
     async def prepare(self, call: Call, request: ChatRequest, model: ServedModel) -> Prepared:
         """The conversation through the model's template."""
         _check(request)
-        codec = need_codec(call.service, "messages")
+        codec = need_codec(model.codec, "messages")
         longest: int = call.service.engine_info["max_model_len"]
         texts = texts_of(request.messages)
         require_fitting(codec, texts, longest, "messages")
@@ -69,8 +70,10 @@ class Chat:
         given = template_messages(request.messages)
         tools = _tools(call, request, model, codec)
         ids = await call.service.workers.run_if(
-            long or tools is not None, lambda: codec.chat(given, tools, model.chat_suffix)
+            long or tools is not None,
+            lambda: codec.chat(given, tools, model.chat_suffix, bool(request.add_special_tokens)),
         )
+        ids = truncated(ids, request)
         check_prompt(call.service, ids, "messages")
         params = _parameters(call, request, len(ids))
         check_sampling(params, codec)
@@ -81,7 +84,7 @@ class Chat:
         self, about: About, request: ChatRequest, prepared: Prepared, generation: Generation
     ) -> ChatRendering:
         """Chat's chunks and body."""
-        return ChatRendering(about, request, need_codec(about.call.service, "messages"), prepared, generation)
+        return ChatRendering(about, request, need_codec(about.served.codec, "messages"), prepared, generation)
 
 
 def _tools(call: Call, request: ChatRequest, model: ServedModel, codec: TextCodec) -> ToolUse | None:
@@ -100,7 +103,7 @@ def _tools(call: Call, request: ChatRequest, model: ServedModel, codec: TextCode
 
 
 def _check(request: ChatRequest) -> None:
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise CallerError(
             ErrorCode.INVALID_REQUEST, "top_logprobs needs logprobs to be true", param="top_logprobs"
         )
@@ -232,7 +235,7 @@ class ChatRendering:
         )
 
     def _event(self, choice: ChatChoice) -> bytes:
-        usage = None if self._about.wants_usage else UNSET
+        usage = self._about.chunk_usage(self._generation.usage)
         return event(
             ChatCompletion(object="chat.completion.chunk", **self._about.fields([choice]), usage=usage)
         )

@@ -23,6 +23,7 @@ from loraplex.server.generation.generate import (
     check_prompt,
     check_submitted,
     need_codec,
+    truncated,
 )
 from loraplex.server.generation.logprobs import CompletionScores, joined
 from loraplex.server.generation.sampling_fields import sampling_params
@@ -31,7 +32,7 @@ from loraplex.server.routing import Call, require_fitting
 from loraplex.server.service import Service
 from loraplex.server.wire import CompletionRequest
 from loraplex.text.assembly import Piece
-from loraplex.text.codec import SHORT_TEXT_CHARS
+from loraplex.text.codec import SHORT_TEXT_CHARS, TextCodec
 from loraplex.text.engine_sampling import check_sampling
 
 DEFAULT_MAX_TOKENS = 16
@@ -60,15 +61,15 @@ class Completions:
                 f"the limit is {limits.MAX_CHOICES}",
                 param="n",
             )
-        check_sampling(params, service.codec)
+        check_sampling(params, model.codec)
         texts = [item for item in given if isinstance(item, str)]
         if texts:
             require_fitting(
-                need_codec(service, "prompt"), texts, service.engine_info["max_model_len"], "prompt"
+                need_codec(model.codec, "prompt"), texts, service.engine_info["max_model_len"], "prompt"
             )
         size = sum(map(len, given))
         ids, echoes = await service.workers.run_if(
-            size > SHORT_TEXT_CHARS, lambda: _read(service, given, bool(request.echo))
+            size > SHORT_TEXT_CHARS, lambda: _read(service, model.codec, given, request)
         )
         for tokens in ids:
             check_context(service, len(tokens), params.max_tokens, "max_tokens")
@@ -99,13 +100,18 @@ def _check_scores(prompt_tokens: int, params: SamplingParams) -> None:
 
 
 def _read(
-    service: Service, given: Sequence[str | list[int]], echo: bool
+    service: Service, codec: TextCodec | None, given: Sequence[str | list[int]], request: CompletionRequest
 ) -> tuple[list[list[int]], list[str] | None]:
     """Prompts as token ids, and as texts where the answer repeats them."""
-    ids = [item if isinstance(item, list) else need_codec(service, "prompt").encode(item) for item in given]
+    special = request.add_special_tokens is not False
+    ids = [
+        item if isinstance(item, list) else need_codec(codec, "prompt").encode(item, special)
+        for item in given
+    ]
+    ids = [truncated(item, request) for item in ids]
     for prompt in ids:
         check_prompt(service, prompt, "prompt")
-    return ids, [_echo(service, item) for item in given] if echo else None
+    return ids, [_echo(codec, item) for item in given] if request.echo else None
 
 
 def _is_long(prompt: str | list[Any]) -> bool:
@@ -160,7 +166,6 @@ class CompletionRendering:
     def __init__(
         self, about: About, request: CompletionRequest, prepared: Prepared, generation: Generation
     ) -> None:
-        service = about.call.service
         self._about = about
         self._prepared = prepared
         self._generation = generation
@@ -171,7 +176,7 @@ class CompletionRendering:
         self._scores = (
             None
             if request.logprobs is None
-            else [CompletionScores(service.codec, request.logprobs) for _ in range(count)]
+            else [CompletionScores(about.served.codec, request.logprobs) for _ in range(count)]
         )
         self._begun: set[int] = set()
 
@@ -185,7 +190,7 @@ class CompletionRendering:
         news = choice.text or choice.finish_reason or choice.logprobs is not None
         if not news and not (self._with_ids and choice.token_ids):
             return b""
-        usage = None if self._about.wants_usage else UNSET
+        usage = self._about.chunk_usage(self._usage)
         return event(Completion(**self._about.fields([choice]), usage=usage))
 
     def closing(self) -> bytes:
@@ -235,10 +240,10 @@ class CompletionRendering:
         return joined([*begin, added]) if begin or added.tokens else None
 
 
-def _echo(service: Service, item: str | list[int]) -> str:
+def _echo(codec: TextCodec | None, item: str | list[int]) -> str:
     if isinstance(item, str):
         return item
-    return "" if service.codec is None else service.codec.decode(item, skip_special=False)
+    return "" if codec is None else codec.decode(item, skip_special=False)
 
 
 def _merge(parts: list[CompletionChoice]) -> CompletionChoice:

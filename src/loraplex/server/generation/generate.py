@@ -27,7 +27,7 @@ from loraplex.server.provenance import ChoiceSeen, RanOn, Served
 from loraplex.server.service import Service
 from loraplex.server.wire import GenerationFields
 from loraplex.text.assembly import Piece, SampleAssembly, fewest_cached
-from loraplex.text.codec import TextCodec
+from loraplex.text.codec import TextCodec, further_ends
 from loraplex.text.engine_sampling import engine_sampling, prompt_seed
 from loraplex.text.prefix_keys import Acting, PromptKeys
 from loraplex.text.tools.tool_use import ToolUse
@@ -40,14 +40,16 @@ _PRIORITY_BOUND = 1 << 31
 class ServedModel:
     """What a `model` field means. name: the base's, or `alias@revision`. key: semantic digest; None is the base.
 
-    served: the digests behind it, for the request's record. acting: the adapter, as far as KV rows can tell. card: what its
-    card says of its use, if anything. tool_format: how it writes calls, where an option or its card says so.
+    served: the digests behind it, for the request's record. codec: reads and writes the text of its requests. acting: the
+    adapter, as far as KV rows can tell. card: what its card says of its use, if anything. tool_format: how it writes calls,
+    where an option or its card says so.
     """
 
     name: str
     key: str | None
     digest: str
     served: Served
+    codec: TextCodec | None
     acting: Acting | None = None
     card: Card | None = None
     tool_format: str | None = None
@@ -79,7 +81,8 @@ async def bind_model(service: Service, name: str, tenant: str) -> AsyncIterator[
     if name == service.base_name:
         yield base_model(service)
         return
-    async with service.adapters.serving(name, tenant) as revision:
+    async with service.adapters.serving(name, tenant) as (revision, text):
+        codec = await service.workers.run_if(not text.at_hand, text.codec)
         register = service.adapters.registration_of(revision.key)
         served = Served(
             revision.name,
@@ -92,14 +95,16 @@ async def bind_model(service: Service, name: str, tenant: str) -> AsyncIterator[
         )
         acting, card = Acting.of(register), revision.card
         form = service.config.tool_format_of(revision.alias, None if card is None else card.tool_format)
-        yield ServedModel(revision.name, revision.key, revision.key, served, acting, card, form)
+        yield ServedModel(revision.name, revision.key, revision.key, served, codec, acting, card, form)
 
 
 def base_model(service: Service) -> ServedModel:
     """The base."""
     name, base = service.base_name, str(service.engine_info["base_abi"])
     record = Served(name, base, catalog_generation=service.adapters.generation)
-    return ServedModel(name, None, base, record, tool_format=service.config.tool_format_of(None))
+    return ServedModel(
+        name, None, base, record, service.codec, tool_format=service.config.tool_format_of(None)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +146,33 @@ def urgency(request: GenerationFields, arrival_ns: int) -> tuple[int, int]:
 
 def check_prompt(service: Service, ids: Sequence[int], param: str) -> None:
     """Raise unless the ids are a prompt that the model could read."""
-    vocab: int = service.engine_info["vocab_size"]
     if not ids:
         raise CallerError(ErrorCode.EMPTY_PROMPT, "the prompt has no tokens; give at least one", param=param)
-    low, high = min(ids), max(ids)
+    check_ids(service, ids, param)
+
+
+def check_ids(service: Service, ids: Sequence[int], param: str) -> None:
+    """Raise `token_out_of_range` unless every id lies in the vocabulary."""
+    vocab: int = service.engine_info["vocab_size"]
+    low, high = min(ids, default=0), max(ids, default=0)
     if low < 0 or high >= vocab:
         raise CallerError(
             ErrorCode.TOKEN_OUT_OF_RANGE,
             f"token id {high if high >= vocab else low} lies outside the vocabulary of {vocab}",
             param=param,
         )
+
+
+def truncated(ids: Sequence[int], request: GenerationFields) -> list[int]:
+    """The last tokens of a prompt, as many as a request keeps. Raises `invalid_request` for a number below 1."""
+    kept = request.truncate_prompt_tokens
+    if kept is not None and kept < 1:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"truncate_prompt_tokens must be at least 1, got {kept}",
+            param="truncate_prompt_tokens",
+        )
+    return list(ids) if kept is None else list(ids[-kept:])
 
 
 def check_submitted(prompt_tokens: int, samples: int) -> None:
@@ -165,26 +187,26 @@ def check_submitted(prompt_tokens: int, samples: int) -> None:
 
 
 def check_context(service: Service, prompt_tokens: int, max_tokens: int, param: str) -> None:
-    """Raise `context_too_long` unless prompt and output fit."""
+    """Raise `context_length_exceeded` unless prompt and output fit."""
     limit: int = service.engine_info["max_model_len"]
     if prompt_tokens + max_tokens > limit:
         raise CallerError(
-            ErrorCode.CONTEXT_TOO_LONG,
-            f"{prompt_tokens} prompt tokens and {max_tokens} output tokens make {prompt_tokens + max_tokens}, "
-            f"the context holds {limit}; shorten the prompt or lower {param}",
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"This model's maximum context length is {limit} tokens; you requested {prompt_tokens + max_tokens} tokens "
+            f"({prompt_tokens} in the prompt, {max_tokens} in the answer), so shorten the prompt or lower {param}",
             param=param,
         )
 
 
-def need_codec(service: Service, param: str) -> TextCodec:
+def need_codec(codec: TextCodec | None, param: str) -> TextCodec:
     """The codec, or `tokenizer_missing` because `param` is text."""
-    if service.codec is None:
+    if codec is None:
         raise CallerError(
             ErrorCode.TOKENIZER_MISSING,
             f"{param} is text and the model folder has no tokenizer.json; send token ids to /v1/completions",
             param=param,
         )
-    return service.codec
+    return codec
 
 
 class Generation:
@@ -195,7 +217,7 @@ class Generation:
         self._model = model
         self._job = job
         self._choices = [
-            SampleAssembly(index, service.codec, job.params, prompt, job.tools)
+            SampleAssembly(index, model.codec, job.params, prompt, job.tools)
             for index, prompt in enumerate(prompt for prompt in job.prompts for _ in range(job.params.n))
         ]
         self._group: RequestGroup | None = None
@@ -286,7 +308,11 @@ class Generation:
         return [pieces[index] for index in sorted(pieces)]
 
     def _submits(self) -> list[Submit]:
-        job, ends = self._job, self._service.engine_info.get("eos_token_ids", ())
+        job = self._job
+        ends = {
+            *self._service.engine_info.get("eos_token_ids", ()),
+            *further_ends(self._model.codec, self._service.codec),
+        }
         packed = [
             (np.array(ids, dtype="<i4").tobytes(), prompt_seed(job.params), keys)
             for ids, keys in zip(job.prompts, job.keys, strict=True)

@@ -13,7 +13,8 @@ from loraplex.server.wire import GenerationFields
 
 _SAME_NAME = (
     "n", "stop", "seed", "temperature", "top_p", "presence_penalty", "frequency_penalty", "ignore_eos", "min_p",
-    "top_k", "repetition_penalty", "alora_fallback",
+    "top_k", "repetition_penalty", "alora_fallback", "stop_token_ids", "skip_special_tokens",
+    "include_stop_str_in_output",
 )  # fmt: skip
 
 _MAX_TOKEN_DIGITS = 20

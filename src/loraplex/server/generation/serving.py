@@ -14,24 +14,28 @@ from functools import partial
 from typing import Any, Protocol, TypeVar, assert_never
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.request import SamplingParams
-from loraplex.server.answers import DONE, encode, error_body, event
+from loraplex.server.answers import DONE, Usage, encode, error_body, event
 from loraplex.server.generation.generate import Generation, Job, ServedModel, bind_model, urgency
 from loraplex.server.generation.keyed import keyed
-from loraplex.server.routing import Call, read_body, until_disconnect
+from loraplex.server.routing import Call, named_model, read_body, until_disconnect
+from loraplex.server.structured_wire import StructuredOutputs, answer_form
 from loraplex.server.wire import (
     GenerationFields,
     JsonObjectFormat,
     JsonSchemaFormat,
     ResponseFormat,
+    StreamOptions,
     TextFormat,
 )
 from loraplex.text.assembly import Piece
 from loraplex.text.codec import TextCodec
 from loraplex.text.grammars import schema_grammar
+from loraplex.text.structured import AnswerForm, form_grammar
 from loraplex.text.tools.tool_use import ToolUse
 
 R = TypeVar("R", bound=GenerationFields)
@@ -89,13 +93,20 @@ class Endpoint(Protocol[R]):
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What every chunk of an answer says. model: as the caller named it."""
+    """What every chunk of an answer says. model: as the caller named it. usage_always: every chunk counts tokens."""
 
     call: Call
     id: str
     model: str
     served: ServedModel
     wants_usage: bool
+    usage_always: bool
+
+    def chunk_usage(self, usage: Callable[[], Usage]) -> Usage | UnsetType | None:
+        """What a chunk says of token counts: nothing, null until the last one, or what there is so far."""
+        if self.usage_always:
+            return usage()
+        return None if self.wants_usage else UNSET
 
     def fields(self, choices: list[Any]) -> dict[str, Any]:
         """The fields that bodies and chunks share."""
@@ -123,13 +134,13 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
             ErrorCode.INVALID_REQUEST, "stream_options needs stream to be true", param="stream_options"
         )
     priority, deadline = urgency(request, arrival_ns)
-    tenant = call.caller.tenant
-    async with bind_model(service, request.model, tenant) as named:
+    tenant, asked = call.caller.tenant, named_model(call, request.model)
+    async with bind_model(service, asked, tenant) as named:
         prepared = await endpoint.prepare(call, request, named)
         fallback = prepared.params.alora_fallback is not None
         keys = await keyed(service, named, prepared.ids, tenant, fallback, endpoint.param)
         model = keys.model
-        grammar = await _grammar(call, request.response_format, prepared.tools)
+        grammar = await _grammar(call, request, prepared.tools)
         answer_id = f"{endpoint.prefix}-{exchange.request_id}"
         job = Job(
             f"{answer_id}.{next(call.site.serial)}", prepared.ids, keys.keys, keys.namespace, prepared.params,
@@ -140,9 +151,7 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
         if service.config.log_prompts:
             call.facts.prompt = logged(prepared.given)
         options = request.stream_options
-        about = About(
-            call, answer_id, request.model, model, options is not None and bool(options.include_usage)
-        )
+        about = About(call, answer_id, asked, model, *_usage_wishes(options))
         with Generation(service, model, job) as generation:
             call.facts.generation = generation
             rendering = endpoint.rendering(about, request, prepared, generation)
@@ -158,6 +167,12 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
 def logged(given: Sequence[Any]) -> str:
     """Prompts as one value of the access line, cut to what a line may hold."""
     return msgspec.json.encode(list(given)).decode()[: limits.MAX_LOGGED_PROMPT_CHARS]
+
+
+def _usage_wishes(options: StreamOptions | None) -> tuple[bool, bool]:
+    """Whether a last chunk counts tokens, and whether every chunk does."""
+    always = options is not None and bool(options.continuous_usage_stats)
+    return always or (options is not None and bool(options.include_usage)), always
 
 
 async def _stream(call: Call, generation: Generation, rendering: Rendering) -> None:
@@ -199,19 +214,36 @@ async def _collect(generation: Generation) -> dict[int, list[Piece]]:
     return dict(sorted(parts.items()))
 
 
-async def _grammar(call: Call, form: ResponseFormat | None, tools: ToolUse | None) -> str | None:
+async def _grammar(call: Call, request: GenerationFields, tools: ToolUse | None) -> str | None:
     """Grammar text of a request; schemas are read in a thread, which lets go of the interpreter meanwhile."""
-    schema = _schema(form)
+    schema, form = _schema(request.response_format), _form(request)
     codec = call.service.codec
-    if schema is None and tools is None:
+    if schema is None and tools is None and form is None:
         return None
+    name = "response_format" if form is None else form.param
     if codec is None:
         raise CallerError(
             ErrorCode.TOKENIZER_MISSING,
-            "response_format needs a tokenizer, and the model folder has no tokenizer.json; leave it out",
-            param="response_format",
+            f"{name} needs a tokenizer, and the model folder has no tokenizer.json; leave it out",
+            param=name,
         )
+    if form is not None and (schema is not None or tools is not None):
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST, f"{name} stands beside response_format or tools; give one", param=name
+        )
+    if form is not None:
+        return await call.service.workers.run(lambda: form_grammar(form))
     return await call.service.workers.run(lambda: _read_grammar(schema, tools, codec))
+
+
+def _form(request: GenerationFields) -> AnswerForm | None:
+    guided = StructuredOutputs(
+        choice=request.guided_choice,
+        regex=request.guided_regex,
+        json=request.guided_json,
+        grammar=request.guided_grammar,
+    )
+    return answer_form(request.structured_outputs, guided)
 
 
 def _read_grammar(schema: dict[str, Any] | bool | None, tools: ToolUse | None, codec: TextCodec) -> str:
