@@ -410,7 +410,6 @@ NOBODY_CALLS = {
     "identity.manifest.encode_manifest": "writes what `loraplex verify --manifest` reads",
     "ops.exact.ExactOps": "the definition that every operator family is compared with",
     "ops.exact.read_adapter": "what the definition reads",
-    "ops.ledger.iteration_ledger": "0x03F's figures of a plan, by phase",
     "ops.ledger.rank_ledger": "0x06B's padded over true rank",
 }
 """Public functions and classes that nothing under src names, each with the reason why it stands there."""

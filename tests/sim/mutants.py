@@ -607,6 +607,11 @@ def pages_of_blocks_that_go_are_lost(patch: Patch) -> None:
     patch.setattr(PagePool, "release", release)
 
 
+@mutant("figures")
+def runs_are_counted_in_packed_order(patch: Patch) -> None:
+    patch.setattr(commit, "_runs_before", lambda plan: int(plan.segment_adapters.size))
+
+
 @mutant("receipts", "history", cached=True)
 def a_receipt_changes(patch: Patch) -> None:
     """A receipt that a reader holds is changed behind its back."""

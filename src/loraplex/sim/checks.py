@@ -17,6 +17,7 @@ from loraplex.core.events import (
     AdapterTransition,
     Event,
     FirstToken,
+    IterationCompleted,
     PlanDiscarded,
     RequestAdmitted,
     RequestFinished,
@@ -25,6 +26,7 @@ from loraplex.core.events import (
 from loraplex.core.packed import each
 from loraplex.core.plan import BatchPlan, StepResult, adapter_pairs
 from loraplex.engine.state import EngineState
+from loraplex.ops.ledger import IterationLedger, iteration_ledger
 from loraplex.sim.clients import Clients
 from loraplex.sim.device import BUILT_ON_FAILURE, INJECTED, cells_of
 from loraplex.sim.faults import Setup
@@ -60,6 +62,7 @@ class Checkers:
         self._table: dict[int, dict[int, int]] = {}
         self._histories = Histories(setup, clients, state, self._table)
         self._named: dict[int, frozenset[int]] = {}
+        self._ledgers: dict[int, IterationLedger] = {}
         self._adapter_state: dict[str, str] = {}
         self._arrivals: dict[str, int] = {}
         self._admitted: set[str] = set()
@@ -109,6 +112,7 @@ class Checkers:
         self._histories.on_plan(plan)
         self._check_copies(plan, named)
         self._named[plan.generation] = frozenset(named)
+        self._ledgers[plan.generation] = iteration_ledger(plan, self._state.rank_sums.astype(np.int32))
 
     def _note_deltas(self, plan: BatchPlan) -> None:
         for slot in plan.opens.slot.tolist():
@@ -200,11 +204,23 @@ class Checkers:
                 self._adapter_state[event.adapter] = event.after
                 if event.after == "retiring" and self._clients.names.pinned(event.adapter):
                     raise Wrong("pins", f"pinned adapter {event.adapter[:12]} is taken off the device")
+            case IterationCompleted():
+                self._check_figures(event)
             case PlanDiscarded():
                 if event.message not in (INJECTED, BUILT_ON_FAILURE):
                     raise Wrong("discards", f"plan {event.step} was refused {event.code}: {event.message}")
             case _:
                 pass
+
+    def _check_figures(self, event: IterationCompleted) -> None:
+        """What an iteration reports is what its plan amounts to (0x03F)."""
+        ledger = self._ledgers[event.step]
+        self._ledgers = {step: later for step, later in self._ledgers.items() if step > event.step}
+        rank_rows = sum(rank * rows for rank, rows in ledger.all.ranks.items())
+        expected = (ledger.runs_before, ledger.runs_after, ledger.all.adapters, rank_rows)
+        seen = (event.runs_before, event.runs, event.distinct_adapters, event.rank_rows)
+        if seen != expected:
+            raise Wrong("figures", f"iteration {event.step} reports {seen}, its plan amounts to {expected}")
 
     def _check_clock(self, request_id: str, arrival_ns: int) -> None:
         """Every figure of a request counts from the one arrival that its client sent."""
