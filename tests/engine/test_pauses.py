@@ -53,7 +53,7 @@ def test_the_pause_before_a_retry_is_no_busy_one_and_makes_nobody_wait(depth: in
     else:
         rig.faults.torn_copies.add(adapter_number(digest_words(digest)))
     rig.submit("r", prompt(5, 1), "a")
-    while not entry.failures:
+    while not entry.load_failures:
         rig.step()
     rig.loader.fail.clear()
     rig.faults.torn_copies.clear()

@@ -7,7 +7,7 @@ from typing import Any
 
 from loraplex.engine.residency.feasibility import pinned_pages
 from loraplex.engine.residency.registration import describe
-from loraplex.engine.residency.wishes import limits_of
+from loraplex.engine.residency.wants import limits_of
 from loraplex.engine.state import EngineState
 
 

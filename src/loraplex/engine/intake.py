@@ -30,7 +30,7 @@ from loraplex.core.request import FinishReason
 from loraplex.engine import endings, prefixes
 from loraplex.engine.inspect import inspect_engine
 from loraplex.engine.request_state import RequestRecord
-from loraplex.engine.residency import feasibility, registration, wishes
+from loraplex.engine.residency import feasibility, registration, wants
 from loraplex.engine.state import EngineState
 from loraplex.memory.leases import RevisionLease
 from loraplex.memory.residency import AdapterEntry
@@ -71,15 +71,15 @@ def _call(state: EngineState, message: EngineCall) -> None:
         case RemoveAdapter():
             registration.remove(state, message)
         case LoadAdapter():
-            wishes.load(state, message)
+            wants.load(state, message)
         case PrefetchAdapter():
-            wishes.prefetch(state, message)
+            wants.prefetch(state, message)
         case PinAdapter():
-            wishes.pin(state, message)
+            wants.pin(state, message)
         case RevokeAdapter():
             registration.revoke(state, message)
         case SetLimits():
-            wishes.set_limits(state, message)
+            wants.set_limits(state, message)
         case Inspect():
             state.outbox.append(Reply(message.call_id, body=inspect_engine(state, message.keys)))
         case _:

@@ -1,7 +1,7 @@
 """The engine's step, as seven named calls. Read this first.
 
     drain    messages from clients become state
-    admit    requests at the head of the queue get slot, pages and leases, or start a load; wishes for adapters move on
+    admit    requests at the head of the queue get slot, pages and leases, or start a load; wants move on
     reserve  selected rows get pages; the pool's pressure is resolved here
     plan     the selection becomes a frozen, packed plan
     execute  the plan is validated against current state and launched
@@ -20,7 +20,7 @@ from loraplex.core.plan import StepResult
 from loraplex.core.ports import Backend, Clock, EventSink, Grammars, Loader, Mailbox
 from loraplex.engine import admission, commit, growth, intake, integrity, launch
 from loraplex.engine.constraints import NoGrammars
-from loraplex.engine.residency import hosting, loads, registration, wishes
+from loraplex.engine.residency import hosting, loads, registration, wants
 from loraplex.engine.sizes import EngineLimits
 from loraplex.engine.state import EngineState, Flight
 from loraplex.schedule.select import Selection, select_rows
@@ -78,13 +78,13 @@ class Engine:
 
     def _admit(self) -> None:
         state = self.state
-        wishes.enforce(state)
-        wishes.serve(state)
+        wants.enforce(state)
+        wants.serve(state)
         fetched = hosting.poll(state)  # what `serve` asked for may be there already
         if fetched:
-            wishes.serve(state)
+            wants.serve(state)
         admission.admit(state)
-        wishes.prefetch_queue(state)
+        wants.prefetch_queue(state)
         loads.pump(state)
 
     def _reserve(self) -> Selection:

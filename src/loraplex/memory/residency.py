@@ -80,7 +80,7 @@ class AdapterEntry:
     pin_count: explicit pins; inflight_events: copies that may still write its pages; last_launch: newest launch that names
     it; last_use: launch at which a slot lease was last taken or given back. revision_leases: live requests bound to the
     revision, running or not. removing: no new requests; it goes when its last lease does. revoked: found bad after it
-    was published. evicting: the transaction that took its pages and may have to give them back, else 0. failures: loads
+    was published. evicting: the transaction that took its pages and may have to give them back, else 0. load_failures: loads
     and fetches in a row that failed; retry_at_ns: none is tried before. prefetched: loaded on speculation, not used yet.
     execution: digest of what acts where it is on, as far as KV rows can tell; empty where nothing is cached. invocation: token
     ids that switch an activated adapter on, none for one that is always on.
@@ -107,7 +107,7 @@ class AdapterEntry:
     removing: bool = False
     revoked: bool = False
     evicting: int = 0
-    failures: int = 0
+    load_failures: int = 0
     retry_at_ns: int = 0
     prefetched: bool = False
     size_class: int = 0
@@ -156,7 +156,7 @@ class AdapterEntry:
             return Residency.RETIRING
         if self.state in LOADING:
             return Residency.LOADING
-        return Residency.FAILED if self.failures else Residency.COLD
+        return Residency.FAILED if self.load_failures else Residency.COLD
 
 
 class SlotDirectory:

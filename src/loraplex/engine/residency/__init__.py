@@ -1,1 +1,1 @@
-"""Which adapters are where: registration, loads, host images, wishes; who gives pages up, and whether there is room."""
+"""Which adapters are where: registration, loads, host images, wants; who gives pages up, and whether there is room."""

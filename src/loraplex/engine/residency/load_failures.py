@@ -27,18 +27,18 @@ def count_failure(
     record: RequestRecord | None = None,
 ) -> None:
     """Note a failed load or fetch: pause, then another one; after the last, those who wait hear of it."""
-    entry.failures += 1
+    entry.load_failures += 1
     state.traffic.failures += 1
     if record is not None:
         record.load_failures += 1
-    final = entry.failures >= limits.MAX_LOAD_ATTEMPTS
+    final = entry.load_failures >= limits.MAX_LOAD_ATTEMPTS
     now = state.clock.now_ns()
-    state.emit(LoadFailed(now, entry.key, purpose, error.code.value, entry.failures, final))
-    entry.retry_at_ns = now + (state.limits.load_retry_ns << (entry.failures - 1))
+    state.emit(LoadFailed(now, entry.key, purpose, error.code.value, entry.load_failures, final))
+    entry.retry_at_ns = now + (state.limits.load_retry_ns << (entry.load_failures - 1))
     state.queue.unpark(entry.key)  # whoever waited for this attempt asks for the next one, after the pause
     if final:
         _tell_waiting(state, entry, error)
-        entry.failures, entry.retry_at_ns = 0, 0
+        entry.load_failures, entry.retry_at_ns = 0, 0
 
 
 def _tell_waiting(state: EngineState, entry: AdapterEntry, error: LoraplexError) -> None:

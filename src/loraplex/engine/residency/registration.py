@@ -1,7 +1,7 @@
 """Adapters of this worker: registered, described, removed, revoked.
 
 Registering takes an image that lies verified in the disk store; whether it goes on to host and device is decided by
-calls (`wishes`), by requests (`admission`) and by the queue. Removal stops new requests at once and waits for nobody:
+calls (`wants`), by requests (`admission`) and by the queue. Removal stops new requests at once and waits for nobody:
 the adapter leaves when its last lease, its copy and the last launch that names it are gone, and cached blocks made under it
 go with it. Revocation ends its requests.
 
@@ -179,5 +179,5 @@ def describe(state: EngineState, entry: AdapterEntry) -> dict[str, object]:
         "pinned": entry.pin_count > 0,
         "pins": entry.pin_count,
         "removing": entry.removing,
-        "failures": entry.failures,
+        "failures": entry.load_failures,
     }

@@ -87,7 +87,7 @@ def publish(state: EngineState, entry: AdapterEntry, transaction: Transaction) -
     state.deltas.publish(slot, generation)
     entry.last_use = state.newest_launch
     _move(state, entry, AdapterState.PUBLISHED)
-    entry.failures, entry.retry_at_ns = 0, 0
+    entry.load_failures, entry.retry_at_ns = 0, 0
 
 
 def roll_back(state: EngineState, entry: AdapterEntry) -> None:

@@ -1,4 +1,4 @@
-"""What operators ask of residency, while requests run: load, prefetch, pin, unpin, limits; and the queue's own wishes.
+"""What operators ask of residency, while requests run: load, prefetch, pin, unpin, limits; and the queue's own wants.
 
 A wish is served a little each step: image to the host, pages reserved, copy started. Nothing here waits. A shadow load
 evicts for its pages and is refused at once with the shortfall where that does not suffice; a speculative one takes only
