@@ -74,3 +74,19 @@ def test_a_card_is_a_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "README.md")
     with pytest.raises(CallerError):
         read_card(tmp_path, activated=True)
+
+
+@pytest.mark.parametrize("activated", [True, False])
+def test_a_card_says_how_calls_are_written(tmp_path: Path, activated: bool) -> None:
+    (tmp_path / "README.md").write_text('---\nlicense: mit\ntool_format: "hermes"\n---\n# a\n')
+    found = read_card(tmp_path, activated=activated)
+    assert found == Card(tool_format="hermes")
+    assert found.texts == {}
+
+
+@pytest.mark.parametrize("line", ['tool_format: "xml"', "tool_format: hermes", "tool_format: 1"])
+def test_a_form_of_calls_that_is_not_known_is_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{line}\n---\n")
+    with pytest.raises(CallerError) as refused:
+        read_card(tmp_path, activated=False)
+    assert refused.value.code is ErrorCode.ADAPTER_CONFIG_INVALID

@@ -9,6 +9,7 @@ card is the same function of the same tokens.
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Final
@@ -16,6 +17,7 @@ from typing import Final
 import msgspec
 
 from loraplex.artifact.refuse import bad_config
+from loraplex.artifact.safetensors_file import open_regular
 from loraplex.core.tool_formats import TOOL_FORMATS
 
 CARD_FILE: Final = "README.md"
@@ -49,11 +51,14 @@ def read_card(folder: Path, *, activated: bool) -> Card | None:
     activated: whether the adapter has an invocation. Raises `adapter_config_invalid` for a key that is unknown, twice there,
     no JSON string, or on the card of an adapter that is always on.
     """
-    try:
-        with (folder / CARD_FILE).open("rb") as file:
-            data = file.read(MAX_CARD_BYTES)
-    except OSError:
+    path = folder / CARD_FILE
+    if not os.path.lexists(path):
         return None
+    descriptor = open_regular(path)
+    try:
+        data = os.pread(descriptor, MAX_CARD_BYTES, 0)
+    finally:
+        os.close(descriptor)
     given: dict[str, str] = {}
     for line in _front_matter(data.decode("utf-8", "replace").splitlines()):
         found = _KEY.fullmatch(line)
