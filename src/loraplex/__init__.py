@@ -13,6 +13,7 @@ _HOMES = {
     "LLM": "api",
     "RequestOutput": "api",
     "SamplingParams": "core.request",
+    "AnswerForm": "core.request",
     "LoraplexError": "core.errors",
     "demo_model": "model.gguf",
 }
