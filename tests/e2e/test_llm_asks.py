@@ -97,7 +97,7 @@ def test_what_is_wrong_is_refused_by_name(llm: LLM) -> None:
         (lambda: llm.chat([]), "messages"), (lambda: llm.chat([{"role": "user"}]), "messages"),
         (lambda: llm.chat("hello"), "messages"), (lambda: llm.generate({"text": "a"}), "prompts"),  # type: ignore[arg-type]
         (lambda: llm.generate({"prompt": 3}), "prompts"),
-        (lambda: AnswerForm(), "structured_outputs"), (lambda: AnswerForm(regex="a", choice=["b"]), "structured_outputs"),
+        (AnswerForm, "structured_outputs"), (lambda: AnswerForm(regex="a", choice=["b"]), "structured_outputs"),
         (lambda: AnswerForm(regex=3), "structured_outputs"),  # type: ignore[arg-type]
         (lambda: SamplingParams(structured_outputs="a"), "structured_outputs"),  # type: ignore[arg-type]
     ]  # fmt: skip

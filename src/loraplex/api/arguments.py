@@ -73,7 +73,9 @@ def _named(prompt: Any) -> Any:
     if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
         raise _refuse("prompts", "an object with prompt or prompt_token_ids", prompt)
     if "prompt" in prompt:
-        return _text(prompt["prompt"]) if isinstance(prompt["prompt"], str) else [prompt["prompt"]]
+        if not isinstance(prompt["prompt"], str):
+            raise _refuse("prompts", "an object whose prompt is a text", prompt)
+        return _text(prompt["prompt"])
     return _tokens(_plain(prompt["prompt_token_ids"]))
 
 
