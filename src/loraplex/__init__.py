@@ -7,12 +7,21 @@ module `__getattr__` that imports them when they are asked for.
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "LoraplexError", "RequestOutput", "SamplingParams", "__version__", "demo_model"]
+__all__ = [
+    "LLM",
+    "AnswerForm",
+    "LoraplexError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "demo_model",
+]
 
 _HOMES = {
     "LLM": "api",
     "RequestOutput": "api",
     "SamplingParams": "core.request",
+    "AnswerForm": "core.request",
     "LoraplexError": "core.errors",
     "demo_model": "model.gguf",
 }

@@ -35,6 +35,7 @@ from loraplex.serve_options import (
     LateOption,
     LengthOption,
     LockedOption,
+    LogLevelOption,
     OriginsOption,
     PoolOption,
     PrefixCacheOption,
@@ -100,9 +101,7 @@ def serve(
     load_format: Annotated[
         Literal["auto", "dummy"], Parameter(help="dummy: random weights, only config.json is read.")
     ] = "auto",
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Parameter(help="What is logged, to standard error.")
-    ] = "info",
+    log_level: LogLevelOption = "info",
     log_json: Annotated[bool, Parameter(negative="", help="Log one JSON object a line.")] = False,
     log_prompts: Annotated[
         bool, Parameter(negative="", help="Log what callers ask; without it no prompt is written anywhere.")

@@ -31,6 +31,9 @@ OriginsOption = Annotated[
     tuple[str, ...],
     Parameter(negative="", help="ORIGIN: web pages of it may call from a browser; * for every one."),
 ]
+LogLevelOption = Annotated[
+    Literal["debug", "info", "warning", "error"], Parameter(help="What is logged, to standard error.")
+]
 TextOption = Annotated[
     Literal["adapter", "base"],
     Parameter(

@@ -26,7 +26,7 @@ COMPLETIONS: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
     ({"max_tokens": 1.5}, BAD, "max_tokens"),
     ({"stream": 1}, BAD, "stream"),
     ({"logprobs": True}, BAD, "logprobs"),
-    ({"model": None}, BAD, "model"),
+    ({"model": 3}, BAD, "model"),
     ({"prompt": None}, BAD, "prompt"),
     ({"prompt": [1, "a"]}, BAD, "prompt"),
     ({"prompt": [True]}, BAD, "prompt"),

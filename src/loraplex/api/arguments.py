@@ -12,6 +12,7 @@ import operator
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
 
@@ -25,7 +26,8 @@ from loraplex.core.request import SamplingParams
 from loraplex.process.local import NullSink
 
 T = TypeVar("T")
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}."""
 _FIELD: Final = re.compile(r"at `\$\.([^`]*)`|field `([^`]*)`")
 _SHOWN_CHARS: Final = 80
 
@@ -53,14 +55,56 @@ def engine_config(own: Mapping[str, Any], options: Mapping[str, Any]) -> EngineC
 
 def read_prompts(prompts: Any) -> list[str | list[int]]:
     """One prompt or several, each a text or token ids. Raises `invalid_request`."""
-    prompts = _plain(prompts)
+    prompts = _named(_plain(prompts))
     if isinstance(prompts, str):
         return [_text(prompts)]
     if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
         raise _refuse("prompts", "a text, token ids, or a list of these", prompts)
     if prompts and all(_is_token(item) for item in prompts):
         return [_tokens(prompts)]
-    return [_text(item) if isinstance(item, str) else _tokens(_plain(item)) for item in prompts]
+    given = [_named(_plain(item)) for item in prompts]
+    return [_text(item) if isinstance(item, str) else _tokens(item) for item in given]
+
+
+def _named(prompt: Any) -> Any:
+    """What an object with one prompt holds."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+        raise _refuse("prompts", "an object with prompt or prompt_token_ids", prompt)
+    if "prompt" in prompt:
+        if not isinstance(prompt["prompt"], str):
+            raise _refuse("prompts", "an object whose prompt is a text", prompt)
+        return _text(prompt["prompt"])
+    return _tokens(_plain(prompt["prompt_token_ids"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages for the chat template."""
+
+    messages: Sequence[Mapping[str, Any]]
+
+
+def read_conversations(messages: Any) -> list[Conversation]:
+    """One conversation or several, each a list of messages. Raises `invalid_request`."""
+    many = messages if _is_list(messages) and messages and all(map(_is_list, messages)) else [messages]
+    for conversation in many:
+        if not _is_list(conversation) or not conversation or not all(map(_is_message, conversation)):
+            raise _refuse("messages", "lists of messages with a role and a text as content", conversation)
+    return [Conversation(conversation) for conversation in many]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _is_message(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("role"), str)
+        and isinstance(value.get("content"), str)
+    )
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:

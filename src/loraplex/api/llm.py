@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from loraplex.adapters.adapter_catalog import AdapterCatalog
 from loraplex.adapters.describing import Entry, live_entries
@@ -25,10 +26,12 @@ from loraplex.adapters.plain_shell import PlainShell
 from loraplex.adapters.prepare import PreparedAdapter, prepare_source
 from loraplex.adapters.revision_texts import RevisionTexts
 from loraplex.api.arguments import (
+    Conversation,
     Prompt,
     check_tokens,
     engine_config,
     read_adapters,
+    read_conversations,
     read_count,
     read_model,
     read_names,
@@ -65,6 +68,9 @@ from loraplex.text.prefix_keys import (
     invocation_missing,
     prompt_keys,
 )
+from loraplex.text.structured import form_grammar
+
+_Given = str | list[int] | Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,20 +293,51 @@ class LLM:
         """Answer every prompt, in order. Prompts are strings or lists of token ids; one adapter and one
         `SamplingParams` may stand for all. A refused request raises, and the others are withdrawn.
         """
+        self._require_open()
+        return self._answered(read_prompts(prompts), adapters, sampling)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        adapters: str | Sequence[str | None] | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """`generate` for one conversation or several, each a list of messages with `role` and `content`."""
+        self._require_open()
+        return self._answered(read_conversations(messages), adapters, sampling)
+
+    def stream(
+        self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """The answer to one prompt as it grows, the last one whole. Leaving the iterator withdraws the request."""
         engine = self._opened()
-        many = read_prompts(prompts)
-        names, params = read_names(adapters, len(many)), read_sampling(sampling, len(many))
-        jobs = [
-            self._job(prompt, name, param) for prompt, name, param in zip(many, names, params, strict=True)
-        ]
+        [job] = self._jobs(read_prompts(prompt), adapter, sampling)
+        samples = self._asked(job)
+        for _ in engine.growing(samples):
+            yield _output(job, samples)
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The base's tokenizer, of the library `tokenizers`; None where the model folder has none."""
+        self._require_open()
+        return None if self._codec is None else self._codec.tokenizer
+
+    def _answered(self, many: Sequence[_Given], adapters: Any, sampling: Any) -> list[RequestOutput]:
+        jobs = self._jobs(many, adapters, sampling)
         asked = [self._asked(job) for job in jobs]
-        engine.answer([sample for samples in asked for sample in samples])
+        self._opened().answer([sample for samples in asked for sample in samples])
         return [_output(job, samples) for job, samples in zip(jobs, asked, strict=True)]
 
-    def _job(self, prompt: Prompt, name: str | None, params: SamplingParams) -> _Job:
+    def _jobs(self, many: Sequence[_Given], adapters: Any, sampling: Any) -> list[_Job]:
+        names, params = read_names(adapters, len(many)), read_sampling(sampling, len(many))
+        return [
+            self._job(prompt, name, param) for prompt, name, param in zip(many, names, params, strict=True)
+        ]
+
+    def _job(self, prompt: _Given, name: str | None, params: SamplingParams) -> _Job:
         revision = self._catalog.resolve(name) if name is not None else None
         codec = self._codec_of(revision)
-        tokens = self._encoded(prompt, codec)
+        card = None if revision is None else revision.card
+        tokens = self._encoded(prompt, codec, None if card is None else card.chat_suffix)
         acting, invoked_at = None, NOT_INVOKED
         if revision is not None:
             acting = self._acting(revision)
@@ -315,13 +352,17 @@ class LLM:
         keys = prompt_keys(tokens, acting, invoked_at, self._terms, DEFAULT_NAMESPACE)
         return _Job(tokens, revision, params, keys, codec)
 
-    def _encoded(self, prompt: Prompt, codec: TextCodec | None) -> list[int]:
-        if isinstance(prompt, str):
+    def _encoded(self, prompt: _Given, codec: TextCodec | None, suffix: str | None) -> list[int]:
+        if isinstance(prompt, (str, Conversation)):
             if codec is None:
                 raise CallerError(
                     ErrorCode.TOKENIZER_MISSING, "the model folder has no tokenizer; give token ids"
                 )
-            return codec.encode(prompt)
+            return (
+                codec.encode(prompt)
+                if isinstance(prompt, str)
+                else codec.chat(prompt.messages, suffix=suffix)
+            )
         tokens = list(prompt)
         check_tokens(tokens, self.vocab_size)
         return tokens
@@ -346,6 +387,8 @@ class LLM:
         tokens, params, codec = job.tokens, job.params, job.codec
         check_sampling(params, codec)
         ends = {*self._eos_token_ids, *further_ends(codec, self._codec)}
+        form = params.structured_outputs
+        grammar = None if form is None else form_grammar(form)
         seed, prompt = prompt_seed(params), np.array(tokens, dtype="<i4").tobytes()
         samples = []
         for index in range(params.n):
@@ -356,6 +399,7 @@ class LLM:
                 prompt,
                 sampling,
                 job.revision.key if job.revision is not None else None,
+                grammar=grammar,
                 block_keys=job.keys.block_keys,
                 invoked_at=job.keys.invoked_at,
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,25 @@ class LocalEngine:
             for sample in samples:
                 if sample.error is not None:
                     raise sample.error
+        finally:
+            self.withdraw(samples)
+
+    def growing(self, samples: Sequence[OpenSample]) -> Iterator[None]:
+        """Have samples answered; a turn each time that any has grown. Raises as `answer` does; leaving it withdraws them."""
+        seen = 0
+
+        def grown() -> bool:
+            return seen < sum(len(sample.answer.token_ids) for sample in samples)
+
+        try:
+            self.begin(samples)
+            while not all(sample.assembly.over for sample in samples) or grown():
+                self._until(lambda: grown() or all(sample.assembly.over for sample in samples))
+                for sample in samples:
+                    if sample.error is not None:
+                        raise sample.error
+                seen = sum(len(sample.answer.token_ids) for sample in samples)
+                yield
         finally:
             self.withdraw(samples)
 

@@ -65,7 +65,7 @@ def output_of(
     """The answer to one prompt. answers: whole answers of its samples, in order."""
     samples = [
         Sample(
-            piece.token_ids,
+            list(piece.token_ids),
             piece.text,
             None if params.logprobs is None else list(map(_by_token, piece.logprobs)),
             piece.finish_reason,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
@@ -50,6 +50,29 @@ def _integer(param: str, value: object, low: int, high: int | None = None) -> in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerForm:
+    """What an answer is held to: one of these. choice: texts. regex: what the whole answer matches. json: a schema.
+    grammar: Lark's or GBNF's words. param: what the caller called it.
+    """
+
+    choice: Sequence[str] | None = None
+    regex: str | None = None
+    json: Mapping[str, Any] | bool | None = None
+    grammar: str | None = None
+    param: str = "structured_outputs"
+
+    def __post_init__(self) -> None:
+        kinds = {"choice": (list, tuple), "regex": str, "json": (Mapping, bool), "grammar": str}
+        given = {name: value for name in kinds if (value := getattr(self, name)) is not None}
+        wrong = [name for name, value in given.items() if not isinstance(value, kinds[name])]  # type: ignore[arg-type]
+        texts = self.choice if isinstance(self.choice, (list, tuple)) else ()
+        if len(given) != 1 or wrong or not all(isinstance(text, str) for text in texts):
+            raise _refuse(
+                self.param, wrong or sorted(given), "one of choice, regex, json and grammar, of its type"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when a request ends. Out-of-range values raise `invalid_sampling`.
 
@@ -59,7 +82,8 @@ class SamplingParams:
     that end the text and are not part of it. stop_token_ids end the request like an end-of-sequence token.
     ignore_eos: end-of-sequence tokens do not end it. skip_special_tokens: special tokens leave no text.
     include_stop_str_in_output: a stop string stays part of the text. n: independent samples. logprobs, prompt_logprobs: top entries
-    reported for each generated token, each prompt position; None is off. alora_fallback: "base" lets the base answer a prompt
+    reported for each generated token, each prompt position; None is off. structured_outputs: what the answer is held to, of a
+    Python caller. alora_fallback: "base" lets the base answer a prompt
     that lacks the invocation of an activated adapter; None refuses it. It has no effect on any other prompt.
     """
 
@@ -81,6 +105,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: AnswerForm | None = None
     alora_fallback: str | None = None
 
     def __post_init__(self) -> None:
@@ -116,6 +141,8 @@ class SamplingParams:
             raise _refuse("alora_fallback", self.alora_fallback, f"{ALORA_FALLBACK!r} or left out")
 
     def _check_collections(self) -> None:
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, AnswerForm):
+            raise _refuse("structured_outputs", self.structured_outputs, "an AnswerForm")
         if not isinstance(self.logit_bias, Mapping):
             raise _refuse("logit_bias", self.logit_bias, "a mapping of token ids to numbers")
         if not isinstance(self.stop, Collection):

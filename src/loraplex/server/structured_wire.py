@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from loraplex.core.errors import CallerError, ErrorCode
-from loraplex.text.structured import AnswerForm
+from loraplex.core.request import AnswerForm
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,11 +38,13 @@ def _forms(asked: StructuredOutputs | None, prefix: str) -> list[AnswerForm]:
     if asked is None:
         return []
     found = [
-        AnswerForm(prefix + "choice", choice=asked.choice) if asked.choice is not None else None,
-        AnswerForm(prefix + "regex", regex=asked.regex) if asked.regex is not None else None,
-        AnswerForm(prefix + "json", json=_schema(asked.json, prefix)) if asked.json is not None else None,
-        AnswerForm(prefix + "json_object", json={"type": "object"}) if asked.json_object else None,
-        AnswerForm(prefix + "grammar", grammar=asked.grammar) if asked.grammar is not None else None,
+        AnswerForm(param=prefix + "choice", choice=asked.choice) if asked.choice is not None else None,
+        AnswerForm(param=prefix + "regex", regex=asked.regex) if asked.regex is not None else None,
+        AnswerForm(param=prefix + "json", json=_schema(asked.json, prefix))
+        if asked.json is not None
+        else None,
+        AnswerForm(param=prefix + "json_object", json={"type": "object"}) if asked.json_object else None,
+        AnswerForm(param=prefix + "grammar", grammar=asked.grammar) if asked.grammar is not None else None,
     ]
     return [form for form in found if form is not None]
 

@@ -50,6 +50,12 @@ class Piece:
                 self.calls.append(part)
 
 
+def _ends(codec: TextCodec, params: SamplingParams) -> set[int]:
+    """Tokens that end an answer and are no part of it."""
+    ends = set() if params.ignore_eos else set(codec.eos_token_ids)
+    return ends if params.include_stop_str_in_output else ends | set(params.stop_token_ids)
+
+
 class SampleAssembly:
     """One sample on its way. tokens: generated up to now, none behind a stop string. over: nothing more is added.
 
@@ -83,6 +89,7 @@ class SampleAssembly:
                 params.skip_special_tokens,
                 prompt,
                 marks,
+                ends=_ends(codec, params),
                 with_stop=params.include_stop_str_in_output,
             )
         )

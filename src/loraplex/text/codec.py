@@ -76,6 +76,11 @@ class TextCodec:
         self.hidden |= {index: self._added[index] for index in self.eos_token_ids & self._added.keys()}
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """The library's tokenizer."""
+        return self._tokenizer
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `chat` can be called."""
         return self._template is not None

@@ -37,16 +37,18 @@ class Detokenizer:
         context: Sequence[int] = (),
         marks: Collection[str] = (),
         *,
+        ends: Collection[int] = (),
         with_stop: bool = False,
     ) -> None:
         """context: tokens before the first one; some tokenizers write a word differently at the start of a text.
 
-        marks: texts of special tokens that are part of the output. with_stop: the stop string is, too.
+        marks: texts of special tokens that are part of the output. ends: what ends an answer, no part of it either way.
+        with_stop: the stop string is part of it.
         """
         self._codec = codec
         self._skip = skip_special
-        # What ends an answer is no part of it; other special tokens are where they are not skipped.
-        special = {i: text for i, text in codec.hidden.items() if skip_special or i in codec.eos_token_ids}
+        special = dict(codec.hidden) if skip_special else {}
+        special |= {end: codec.hidden.get(end) or codec.token_text(end) for end in ends}
         self._hidden = {index: text for index, text in special.items() if text not in marks}
         self._marks = {index: text for index, text in special.items() if text in marks}
         self._stops = StopStrings(stop_strings, self._hidden.values(), kept=with_stop)

@@ -7,36 +7,21 @@ Specification: rulings "Sampling", interface "HTTP".
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.request import AnswerForm
 from loraplex.text.grammars import checked_grammar, schema_grammar
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """What an answer is held to, one of them. param: what the caller called it. json: a schema. grammar: Lark's or GBNF's
-    words.
-    """
-
-    param: str
-    choice: Sequence[str] | None = None
-    regex: str | None = None
-    json: dict[str, Any] | bool | None = None
-    grammar: str | None = None
 
 
 def form_grammar(form: AnswerForm) -> str:
     """Grammar text of a form; may take long. Raises `schema_unsupported` for what cannot be enforced."""
     try:
         if form.json is not None:
-            return schema_grammar(form.json)
+            return schema_grammar(form.json if isinstance(form.json, bool) else dict(form.json))
         if form.choice is not None:
             return _choice(form)
         if form.regex is not None:

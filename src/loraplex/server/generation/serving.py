@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
-from loraplex.core.request import SamplingParams
+from loraplex.core.request import AnswerForm, SamplingParams
 from loraplex.server.answers import DONE, Usage, encode, error_body, event
 from loraplex.server.generation.generate import Generation, Job, ServedModel, bind_model, urgency
 from loraplex.server.generation.keyed import keyed
@@ -35,7 +35,7 @@ from loraplex.server.wire import (
 from loraplex.text.assembly import Piece
 from loraplex.text.codec import TextCodec
 from loraplex.text.grammars import schema_grammar
-from loraplex.text.structured import AnswerForm, form_grammar
+from loraplex.text.structured import form_grammar
 from loraplex.text.tools.tool_use import ToolUse
 
 R = TypeVar("R", bound=GenerationFields)
