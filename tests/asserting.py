@@ -1,7 +1,8 @@
-"""Finds tests that see nothing: neither they nor any function of the tests that they call, however far, asserts anything.
+"""Finds tests that see nothing: neither they nor any function of the tests that they call, however far,
+asserts anything.
 
-A name means what the imports of its module say, and a method what the class of its object has. A method of an object
-whose class the source does not tell, by an annotation or where it is made, counts for nothing.
+A name means what the imports of its module say, and a method what the class of its object has. A method of an
+object whose class the source does not tell, by an annotation or where it is made, counts for nothing.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ class Sources:
                     yield from scope.meant(expression)
 
     def find(self, dotted: str) -> Iterator[Place]:
-        """A dotted name as what can be called: a function, or the methods that making and entering an object call."""
+        """A dotted name as what can be called: a function, or the methods that making and entering an object
+        call.
+        """
         if dotted in ASSERTING:
             yield ("", dotted)
         module_name, _, name = dotted.rpartition(".")

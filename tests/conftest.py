@@ -17,7 +17,8 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-# Triton reads this once, when it is first imported by anybody: kernels run in its interpreter where there is no GPU.
+# Triton reads this once, when it is first imported by anybody: kernels run in its interpreter where there is
+# no GPU.
 if not _has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
 

@@ -1,4 +1,6 @@
-"""Prompts of random tokens for tests over any model: one function, so that a length is never taken for a seed."""
+"""Prompts of random tokens for tests over any model: one function, so that a length is never taken for a
+seed.
+"""
 
 from __future__ import annotations
 

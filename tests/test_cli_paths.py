@@ -1,4 +1,6 @@
-"""Paths on the command line that lead nowhere, to the wrong kind of thing or to no JSON: one sentence, status 2, a code."""
+"""Paths on the command line that lead nowhere, to the wrong kind of thing or to no JSON: one sentence, status
+2, a code.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Citations lead somewhere: section codes, quoted rulings, module paths, links between pages.
 
-Each rule is a function from text to what leads nowhere; it runs over the repository and over a text with planted faults.
+Each rule is a function from text to what leads nowhere; it runs over the repository and over a text with
+planted faults.
 """
 
 import io
@@ -85,7 +86,9 @@ def unknown_titles(text: str, titles: dict[str, set[str]]) -> set[str]:
 
 
 def missing_paths(text: str, library: Path) -> set[str]:
-    """Back-quoted paths that are neither in the library, nor in the repository, nor a file name of the library."""
+    """Back-quoted paths that are neither in the library, nor in the repository, nor a file name of the
+    library.
+    """
     names = {path.name for path in library.rglob("*")}
     return {
         path

@@ -115,7 +115,9 @@ def swallowed(source: str) -> list[str]:
 
 
 def numpy_random(source: str) -> list[str]:
-    """numpy may be used by the deterministic parts; its generators may not, and import contracts cannot see them."""
+    """numpy may be used by the deterministic parts; its generators may not, and import contracts cannot see
+    them.
+    """
     found = []
     for node in ast.walk(ast.parse(source)):
         named = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
@@ -146,7 +148,9 @@ def sleeps(source: str) -> list[str]:
 
 
 def busy_waits(source: str) -> list[str]:
-    """A loop that only asks again takes the processor from what it waits for; `tests/waiting.py` pauses between questions."""
+    """A loop that only asks again takes the processor from what it waits for; `tests/waiting.py` pauses
+    between questions.
+    """
 
     def only_asks(body: list[ast.stmt]) -> bool:
         """Nothing stands in it, or one statement that takes what is awaited."""
@@ -178,7 +182,9 @@ def imports_from_tests(source: str) -> list[str]:
 
 
 def forgetful_waits(source: str) -> list[str]:
-    """`asyncio.wait_for` may swallow a cancellation that comes as its work ends; psutil's wait takes exit statuses."""
+    """`asyncio.wait_for` may swallow a cancellation that comes as its work ends; psutil's wait takes exit
+    statuses.
+    """
     instead = {
         "asyncio.wait_for": "asyncio.timeout",
         "psutil.wait_procs": "tests.waiting.until_gone",
@@ -342,7 +348,9 @@ def test_modules_are_named_after_what_they_own() -> None:
 
 
 def imported(name: str, source: str, modules: set[str]) -> set[str]:
-    """Modules that a module names in its imports, wherever these stand: inside functions and for types alone, too."""
+    """Modules that a module names in its imports, wherever these stand: inside functions and for types alone,
+    too.
+    """
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
@@ -354,7 +362,9 @@ def imported(name: str, source: str, modules: set[str]) -> set[str]:
 
 
 def import_cycles(sources: dict[str, str]) -> list[str]:
-    """Modules that import each other, through however many others: what is left when those that need none of the rest go."""
+    """Modules that import each other, through however many others: what is left when those that need none of
+    the rest go.
+    """
     left = {name: imported(name, source, set(sources)) for name, source in sources.items()}
     while True:
         needed = set().union(*left.values()) if left else set()
@@ -387,7 +397,9 @@ def test_every_folder_of_the_package_is_a_package() -> None:
 
 
 def test_importing_the_deterministic_parts_loads_no_heavy_library() -> None:
-    """The import contracts read source; this is what the interpreter really does, `loraplex/__init__.py` included."""
+    """The import contracts read source; this is what the interpreter really does, `loraplex/__init__.py`
+    included.
+    """
     names = [
         ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
         for path in LIBRARY
@@ -416,7 +428,9 @@ NOBODY_CALLS = {
 
 
 def names_used(top: ast.stmt) -> set[str]:
-    """What a statement at the top of a module names; `module:function` in a string counts, its own name does not."""
+    """What a statement at the top of a module names; `module:function` in a string counts, its own name does
+    not.
+    """
     found = set()
     for node in ast.walk(top):
         match node:

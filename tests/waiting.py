@@ -47,7 +47,9 @@ async def pause() -> None:
 
 
 def pid_of(owner: Owner) -> int:
-    """Process id of what a supervisor runs. There must be one: a signal to 0 would go to the tests themselves."""
+    """Process id of what a supervisor runs. There must be one: a signal to 0 would go to the tests
+    themselves.
+    """
     assert owner.pid, "nothing runs that could be sent a signal"
     return owner.pid
 
@@ -60,5 +62,7 @@ def _is_gone(process: psutil.Process) -> bool:
 
 
 def until_gone(*processes: psutil.Process) -> None:
-    """Wait until processes have ended. Takes nobody's exit status; who adopted one may not have asked for it yet."""
+    """Wait until processes have ended. Takes nobody's exit status; who adopted one may not have asked for it
+    yet.
+    """
     until(lambda: all(map(_is_gone, processes)))

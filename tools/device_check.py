@@ -1,12 +1,12 @@
 """Everything that is to be settled on a CUDA device, in stages with a time limit and a file of results each.
 
-`python tools/device_check.py --list` names the stages. `python tools/device_check.py --out DIR STAGE...` runs some, `all`
-runs each that this machine can. A stage that fails or runs out of time does not stop the others; a table of all ends the
-run, and `DIR/summary.json` has it too. Where there is no CUDA device, stages that need one are skipped, and the kernels run
-in Triton's interpreter.
+`python tools/device_check.py --list` names the stages. `python tools/device_check.py --out DIR STAGE...` runs
+some, `all` runs each that this machine can. A stage that fails or runs out of time does not stop the others;
+a table of all ends the run, and `DIR/summary.json` has it too. Where there is no CUDA device, stages that
+need one are skipped, and the kernels run in Triton's interpreter.
 
-`--keep DIR` restores the compile caches of FlashInfer and Triton from DIR before the first stage and packs them into DIR
-after the last, in pieces of at most 16 MiB. Needs nothing beyond what the project itself needs.
+`--keep DIR` restores the compile caches of FlashInfer and Triton from DIR before the first stage and packs
+them into DIR after the last, in pieces of at most 16 MiB. Needs nothing beyond what the project itself needs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ GRACE_S: Final = 10
 LINES: Final = 15
 """Of a stage's end, in the summary."""
 THREADS: Final = "2"
-"""Of torch on the processor, in each process: tests run several, and one thread for each core in all of them is slower."""
+"""Of torch on the processor, in each process: tests run several, and one thread for each core in all of them
+is slower.
+"""
 PYTEST: Final = (
     sys.executable,
     "-m",
@@ -54,14 +56,16 @@ PYTEST: Final = (
     "--durations",
     "8",
 )
-"""Warnings are no errors: a device may come with other versions of the libraries than those that are pinned."""
+"""Warnings are no errors: a device may come with other versions of the libraries than those that are pinned.
+"""
 CLI: Final = (sys.executable, "-m", "loraplex.cli")
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One command. limit_s: after which it is killed. cuda: whether it needs a device. JSON in `command` stands for the
-    file that it writes its figures to."""
+    """One command. limit_s: after which it is killed. cuda: whether it needs a device. JSON in `command`
+    stands for the file that it writes its figures to.
+    """
 
     name: str
     what: str
@@ -193,7 +197,9 @@ def pack(caches: Sequence[Path], into: Path) -> int:
 
 
 def unpack(source: Path, caches: Sequence[Path]) -> bool:
-    """Put the caches of an archive in pieces back, below what is there already; False where there is no archive."""
+    """Put the caches of an archive in pieces back, below what is there already; False where there is no
+    archive.
+    """
     pieces = sorted(source.glob(f"{PIECES}*"))
     if not pieces:
         return False
@@ -210,8 +216,9 @@ def unpack(source: Path, caches: Sequence[Path]) -> bool:
 def members_below(archive: tarfile.TarFile, folder: str) -> Iterator[tarfile.TarInfo]:
     """Members of one folder of an archive, named from there on.
 
-    What was built gets the whole second of its time, everything else a time before that: builders compare times to the
-    nanosecond, which an archive does not keep, and would build anew what seems the least bit older than its source.
+    What was built gets the whole second of its time, everything else a time before that: builders compare
+    times to the nanosecond, which an archive does not keep, and would build anew what seems the least bit
+    older than its source.
     """
     for member in archive.getmembers():
         first, _, rest = member.name.partition("/")

@@ -19,7 +19,9 @@ _FENCE = re.compile(r"^\s*(```|~~~)")
 
 
 def sections(text: str) -> list[tuple[str, list[str]]]:
-    """(title, lines) of each section in order; a section ends at the next heading of any level. Fenced code is left out."""
+    """(title, lines) of each section in order; a section ends at the next heading of any level. Fenced code
+    is left out.
+    """
     found: list[tuple[str, list[str]]] = [("(before the first heading)", [])]
     fenced = False
     for line in text.splitlines():

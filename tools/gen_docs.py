@@ -1,6 +1,8 @@
-"""Makes docs/errors.md from `loraplex.core.errors` and docs/decisions.md from its chapters; `--check` only compares.
+"""Makes docs/errors.md from `loraplex.core.errors` and docs/decisions.md from its chapters; `--check` only
+compares.
 
-Owns the pages' form. Never owns a fact: codes, roots, statuses and invariants come from the code, headings from the chapters.
+Owns the pages' form. Never owns a fact: codes, roots, statuses and invariants come from the code, headings
+from the chapters.
 """
 
 import argparse
@@ -31,7 +33,9 @@ def _text(value: object) -> str:
 
 
 def errors_page(codes: Mapping[Any, Any]) -> str:
-    """The page for `{code: info}` where info has `root`, `status` and `invariant`; roots in order of appearance."""
+    """The page for `{code: info}` where info has `root`, `status` and `invariant`; roots in order of
+    appearance.
+    """
     roots: dict[str, list[tuple[str, str, str]]] = {}
     for code, info in codes.items():
         row = (_text(code), _text(info.status), _text(info.invariant))

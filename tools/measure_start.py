@@ -1,7 +1,8 @@
-"""How long a server takes until it is ready, and how much memory it and its children have held at most by then.
+"""How long a server takes until it is ready, and how much memory it and its children have held at most by
+then.
 
-Run as `python tools/measure_start.py [words of loraplex serve]`; without words it serves the demo with its adapters.
-Prints one line of JSON. Needs Linux (`/proc`).
+Run as `python tools/measure_start.py [words of loraplex serve]`; without words it serves the demo with its
+adapters. Prints one line of JSON. Needs Linux (`/proc`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command line: the only place that wires everything. Heavy libraries are imported inside the commands.
 
-Owns what is printed for people and the exit status: 0 done, 1 our fault or no capacity, 2 the caller's to mend.
-Specification: interface "Command line".
+Owns what is printed for people and the exit status: 0 done, 1 our fault or no capacity, 2 the caller's to
+mend. Specification: interface "Command line".
 """
 
 from __future__ import annotations

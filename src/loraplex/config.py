@@ -20,16 +20,17 @@ LOADERS = ("inline", "process")
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine: model, device and sizes. None: derived from the model and the machine.
 
-    model: folder with config.json. images_dir: where verified adapter images lie. pool_gb: size of the page pool in
-    GiB. page_tokens: positions in a KV page. pipeline_depth: 0 or 1. token_budget: rows of a step, at least max_requests. backend: the model runs in the engine's process,
-    or in one of its own that gets only packed plans. loader: host images are verified by the engine's thread, where the
-    disk store has them, or brought into shared memory by a process. host_gb: host images together, in GiB.
-    host_locked_gb: of them, in a region that a CUDA device locks and reads in place, in GiB; 0 for none. host_dir:
-    where backends find host images; None where they lie in images_dir. adapter_share: part of the pool that adapters may
-    take at first. share_prefixes: tenants that find one another's cached prefixes. adapter_floor: part of the pool below which
-    running requests take no adapter's pages. prefix_cache: whether prefixes are cached at all. prefix_share: part of the pool
-    that cached prefixes keep while several requests run. plan_log: file that receives every packed plan. scrub: fill freed
-    pages with 0xFF (tests).
+    model: folder with config.json. images_dir: where verified adapter images lie. pool_gb: size of the page
+    pool in GiB. page_tokens: positions in a KV page. pipeline_depth: 0 or 1. token_budget: rows of a step, at
+    least max_requests. backend: the model runs in the engine's process, or in one of its own that gets only
+    packed plans. loader: host images are verified by the engine's thread, where the disk store has them, or
+    brought into shared memory by a process. host_gb: host images together, in GiB. host_locked_gb: of them,
+    in a region that a CUDA device locks and reads in place, in GiB; 0 for none. host_dir: where backends find
+    host images; None where they lie in images_dir. adapter_share: part of the pool that adapters may take at
+    first. share_prefixes: tenants that find one another's cached prefixes. adapter_floor: part of the pool
+    below which running requests take no adapter's pages. prefix_cache: whether prefixes are cached at all.
+    prefix_share: part of the pool that cached prefixes keep while several requests run. plan_log: file that
+    receives every packed plan. scrub: fill freed pages with 0xFF (tests).
     """
 
     model: str
@@ -144,16 +145,18 @@ def _sharing_tenants(tenants: tuple[str, ...]) -> None:
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `loraplex serve` was asked for. `engine` makes the engine's part of it.
 
-    model: folder or GGUF file; None with demo. served_model_name: what clients call the base, None for the folder's name.
-    cors_origins: web pages of these origins may call, `*` for all. adapters: (alias, source). adapter_dirs: folders whose subfolders are
-    registered, and the only places that remote callers may load from; also URL prefixes. adapter_dir_late: a name that
-    is not known is looked for there again. strict_base: refuse adapters that name another base model. adapter_text: whose chat template and tokens an adapter uses
-    that was registered without a choice, its own or the base's. catalog: URL of its database,
-    None for one that ends with the server. store_gb: limit of the store of downloaded adapters, GiB. api_key_file:
-    without one, only loopback. expose_without_keys: listen elsewhere all the same. log_prompts: prompts may stand in the
-    log. host_gb: adapter images in host memory, in GiB. host_locked_gb, adapter_floor, prefix_cache, prefix_share,
-    share_prefixes: see `EngineConfig`. drain_s: how long open requests may go on after SIGTERM.
-    tool_formats: (alias, how calls are written); alias None for every model but adapters whose cards say it.
+    model: folder or GGUF file; None with demo. served_model_name: what clients call the base, None for the
+    folder's name. cors_origins: web pages of these origins may call, `*` for all. adapters: (alias, source).
+    adapter_dirs: folders whose subfolders are registered, and the only places that remote callers may load
+    from; also URL prefixes. adapter_dir_late: a name that is not known is looked for there again.
+    strict_base: refuse adapters that name another base model. adapter_text: whose chat template and tokens an
+    adapter uses that was registered without a choice, its own or the base's. catalog: URL of its database,
+    None for one that ends with the server. store_gb: limit of the store of downloaded adapters, GiB.
+    api_key_file: without one, only loopback. expose_without_keys: listen elsewhere all the same. log_prompts:
+    prompts may stand in the log. host_gb: adapter images in host memory, in GiB. host_locked_gb,
+    adapter_floor, prefix_cache, prefix_share, share_prefixes: see `EngineConfig`. drain_s: how long open
+    requests may go on after SIGTERM. tool_formats: (alias, how calls are written); alias None for every model
+    but adapters whose cards say it.
     """
 
     model: str | None = None
@@ -217,7 +220,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         self.engine("model", "images")  # refuses what an engine would refuse, before anything is started
 
     def tool_format_of(self, alias: str | None, own: str | None = None) -> str | None:
-        """How a model writes calls of tools, None where only its template says it. own: what an adapter's card says."""
+        """How a model writes calls of tools, None where only its template says it. own: what an adapter's
+        card says.
+        """
         given = dict(self.tool_formats)
         return (given.get(alias) if alias is not None else None) or own or given.get(None)
 

@@ -1,4 +1,6 @@
-"""Adapters of a durable catalog: what an earlier run or another server published, read again and held to its digest."""
+"""Adapters of a durable catalog: what an earlier run or another server published, read again and held to its
+digest.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Changes whose client goes away, and changes after whose commit something fails: made or not made, never half."""
+"""Changes whose client goes away, and changes after whose commit something fails: made or not made, never
+half.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,9 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_a_change_that_was_made_is_reported_made_where_the_catalog_falls_silent_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another server published in between, and what it published cannot be read: our own change is seen all the same."""
+    """Another server published in between, and what it published cannot be read: our own change is seen all
+    the same.
+    """
 
     async def test(server: Callable[[], Server]) -> None:
         one, other = server(), server()

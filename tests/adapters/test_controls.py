@@ -1,4 +1,6 @@
-"""Pins that follow their alias, shadow copies before publication, revocation, limits; and what failures leave."""
+"""Pins that follow their alias, shadow copies before publication, revocation, limits; and what failures
+leave.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Adapters on their way out that are asked for once more, and answers that come when what was asked of has changed."""
+"""Adapters on their way out that are asked for once more, and answers that come when what was asked of has
+changed.
+"""
 
 from __future__ import annotations
 

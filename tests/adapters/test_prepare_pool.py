@@ -1,4 +1,6 @@
-"""Processes that prepare adapters: equal to preparation here, bounded in time and memory, replaceable, gone at the end."""
+"""Processes that prepare adapters: equal to preparation here, bounded in time and memory, replaceable, gone
+at the end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""All malformed adapters: (group, name, mutation of a folder by `write_lora`, expected code). For every public entry."""
+"""All malformed adapters: (group, name, mutation of a folder by `write_lora`, expected code). For every
+public entry.
+"""
 
 from __future__ import annotations
 

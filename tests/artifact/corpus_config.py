@@ -1,4 +1,6 @@
-"""Malformed configurations: one mutation of a valid adapter_config.json at a time, with the code it must give."""
+"""Malformed configurations: one mutation of a valid adapter_config.json at a time, with the code it must
+give.
+"""
 
 from __future__ import annotations
 

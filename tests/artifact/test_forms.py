@@ -221,7 +221,9 @@ def refused_carried(folder: Path, base: BaseTensors, served: Dtype | None) -> No
 
 @pytest.mark.parametrize("served", [Dtype.BFLOAT16, Dtype.FLOAT16])
 def test_carried_base_weights_may_be_those_of_the_served_type(tmp_path: Path, served: Dtype) -> None:
-    """Trained on a rounded base and saved wide: the bits that a server of this type holds, not those of the file."""
+    """Trained on a rounded base and saved wide: the bits that a server of this type holds, not those of the
+    file.
+    """
     folder = head_and_embedding(tmp_path)
     narrow = getattr(torch, served.value)
     assert len(load_adapter(folder, tiny_base(), TinyTensors(), served=served).carried) == 2

@@ -1,4 +1,6 @@
-"""One thing wrong at a time: each mutation of a valid adapter is refused with the code of the invariant it breaks."""
+"""One thing wrong at a time: each mutation of a valid adapter is refused with the code of the invariant it
+breaks.
+"""
 
 from __future__ import annotations
 

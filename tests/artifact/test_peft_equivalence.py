@@ -1,4 +1,6 @@
-"""What PEFT writes, read by us, is the function that PEFT computes: module by module, for many configurations."""
+"""What PEFT writes, read by us, is the function that PEFT computes: module by module, for many
+configurations.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every malformed adapter of the corpus again, through the command and through `LLM`: the same code, nothing left behind."""
+"""Every malformed adapter of the corpus again, through the command and through `LLM`: the same code, nothing
+left behind.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Remote sources that are really there: an S3-compatible server, and a web server with ranges and entity tags."""
+"""Remote sources that are really there: an S3-compatible server, and a web server with ranges and entity
+tags.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,8 @@ def bucket() -> object:
 class WebServer:
     """Files by path. down_after: requests of bytes that are answered before connections break; None: all.
 
-    moved: paths that lead elsewhere. says: status for a path instead of its file. body: what a request of bytes gets, of
-    what it should get. headers: said instead of the right ones.
+    moved: paths that lead elsewhere. says: status for a path instead of its file. body: what a request of
+    bytes gets, of what it should get. headers: said instead of the right ones.
     """
 
     def __init__(self) -> None:

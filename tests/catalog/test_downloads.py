@@ -1,4 +1,6 @@
-"""Downloads from real servers: resumed, bound to one version, verified, bounded, content-addressed, reclaimed."""
+"""Downloads from real servers: resumed, bound to one version, verified, bounded, content-addressed,
+reclaimed.
+"""
 
 from __future__ import annotations
 

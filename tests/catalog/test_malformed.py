@@ -1,4 +1,6 @@
-"""Damaged catalog rows, one at a time: refused by the store, named by the audit's command, the others still served."""
+"""Damaged catalog rows, one at a time: refused by the store, named by the audit's command, the others still
+served.
+"""
 
 from __future__ import annotations
 

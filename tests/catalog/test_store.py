@@ -1,4 +1,6 @@
-"""Publication over real databases: compare-and-set, generations, tombstones, immutability, two servers, grants."""
+"""Publication over real databases: compare-and-set, generations, tombstones, immutability, two servers,
+grants.
+"""
 
 from __future__ import annotations
 
@@ -246,7 +248,9 @@ def test_an_earlier_revision_is_named_by_who_may_use_its_alias_and_ends_with_a_r
 
 
 def test_figures_are_a_files_own_and_refuse_nobody(opened: Opener) -> None:
-    """One function in two files, with and without copies of what the base has: each name tells its own file's figures."""
+    """One function in two files, with and without copies of what the base has: each name tells its own file's
+    figures.
+    """
     store = opened()
     more = artifact(1, tensors_applied=14, tensors_total=14, nbytes=5000)
     published = [

@@ -105,7 +105,8 @@ def test_equal_adapters_have_equal_layouts_whatever_the_order() -> None:
 
 
 def test_many_pieces_are_placed_in_near_linear_time() -> None:
-    # 40 of 64 KiB: no two share a page, so every page stays open; a scan from the first would take 2 * 10^8 steps.
+    # 40 of 64 KiB: no two share a page, so every page stays open; a scan from the first would take 2 * 10^8
+    # steps.
     modules = [ModuleShape(layer, Module.Q, 4, 5120, 5120) for layer in range(10_000)]
     _, pages = place(rank_rows(65_536), modules)
     assert pages == 20_000

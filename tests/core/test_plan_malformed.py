@@ -1,4 +1,5 @@
-"""One field of a valid plan is changed at a time; each change is refused with the code of the invariant that it breaks.
+"""One field of a valid plan is changed at a time; each change is refused with the code of the invariant that
+it breaks.
 
 Specification: 0x02D, 0x03C, 0x03E, 0x06E; rulings "Tests" (malformed inputs).
 """

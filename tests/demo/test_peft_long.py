@@ -1,4 +1,6 @@
-"""Every demo adapter, served in float32, gives PEFT's log probabilities, or is refused by the name of its method."""
+"""Every demo adapter, served in float32, gives PEFT's log probabilities, or is refused by the name of its
+method.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Folders of a tiny Llama and its adapters, and transformers with PEFT as the judge of what is served from them."""
+"""Folders of a tiny Llama and its adapters, and transformers with PEFT as the judge of what is served from
+them.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def scores_of(name: str | None, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def check_greedy(output: RequestOutput, name: str | None, count: int) -> None:
-    """Level b, teacher-forced: every token is the judge's best, or within `TIE` of it; log probabilities agree."""
+    """Level b, teacher-forced: every token is the judge's best, or within `TIE` of it; log probabilities
+    agree.
+    """
     assert len(output.token_ids) == count
     start = len(output.prompt_token_ids)
     scores = scores_of(name, [*output.prompt_token_ids, *output.token_ids])

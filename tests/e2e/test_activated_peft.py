@@ -1,7 +1,8 @@
-"""Activated LoRA through `LLM` against PEFT's own forward pass: where it acts, what it shares, what it never changes.
+"""Activated LoRA through `LLM` against PEFT's own forward pass: where it acts, what it shares, what it never
+changes.
 
-Small random adapters over a small random Llama, in float32. Every request runs twice, so that the second one finds what
-the first one left in the prefix cache; log probabilities are PEFT's both times.
+Small random adapters over a small random Llama, in float32. Every request runs twice, so that the second one
+finds what the first one left in the prefix cache; log probabilities are PEFT's both times.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 def prompts(invocation: list[int]) -> list[list[int]]:
-    """Invoked at the start, inside a block, between blocks, at the end, twice, and just after another invocation."""
+    """Invoked at the start, inside a block, between blocks, at the end, twice, and just after another
+    invocation.
+    """
     return [
         [*invocation, *CONTEXT],
         [*CONTEXT, *invocation],
@@ -62,7 +65,9 @@ def prompts(invocation: list[int]) -> list[list[int]]:
 
 
 def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
-    """PEFT's own continuation. Activation is found in the prompt and kept: it counts back from the growing end."""
+    """PEFT's own continuation. Activation is found in the prompt and kept: it counts back from the growing
+    end.
+    """
     with torch.no_grad():
         out = model.generate(  # type: ignore[operator]
             input_ids=torch.tensor([prompt]),

@@ -1,4 +1,6 @@
-"""Demo adapters of every kind in one mixed batch: DoRA (`cron`), plain LoRA and a rank pattern, beside the base."""
+"""Demo adapters of every kind in one mixed batch: DoRA (`cron`), plain LoRA and a rank pattern, beside the
+base.
+"""
 
 from __future__ import annotations
 

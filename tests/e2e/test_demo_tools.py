@@ -1,4 +1,6 @@
-"""The tool-calling demo adapter behind a server: held-out requests become calls, results go back, talk stays talk."""
+"""The tool-calling demo adapter behind a server: held-out requests become calls, results go back, talk stays
+talk.
+"""
 
 from __future__ import annotations
 

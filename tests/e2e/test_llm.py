@@ -1,4 +1,6 @@
-"""`LLM` over the real runner: its tokens against transformers and PEFT, batches, preemption, contract and errors."""
+"""`LLM` over the real runner: its tokens against transformers and PEFT, batches, preemption, contract and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def small_pool(root: Path, kv_pages: int) -> float:
 def test_preemption_and_poisoned_pages_change_no_token(root: Path, depth: int, scrub: bool) -> None:
     prompts = [prompt(8, seed) for seed in range(4)]
     options: dict[str, Any] = {"pipeline_depth": depth, "scrub": scrub, "max_requests": 4}
-    # Of 4 positions to a page, each request begins with 18 pages (prompt and growth horizon) and ends with 27.
+    # Of 4 positions to a page, each request begins with 18 pages (prompt and growth horizon) and ends with
+    # 27.
     with open_llm(root, pool_gb=small_pool(root, 80), **options) as llm:
         outputs = llm.generate(prompts, NAMES, greedy(100))
         assert llm.inspect()["preemptions"] > 0

@@ -1,4 +1,6 @@
-"""Other ways to ask an `LLM`: conversations, streams, prompts as objects, answers in a form, and its tokenizer."""
+"""Other ways to ask an `LLM`: conversations, streams, prompts as objects, answers in a form, and its
+tokenizer.
+"""
 
 from __future__ import annotations
 

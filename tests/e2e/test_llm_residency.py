@@ -1,4 +1,6 @@
-"""Pins, prefetch, draining swaps, revocation and limits through `LLM`, over the real runner and the loader process."""
+"""Pins, prefetch, draining swaps, revocation and limits through `LLM`, over the real runner and the loader
+process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Two dozen tiny adapters through `LLM` in a pool of a few pages: served as PEFT does, evicted, brought back, swapped."""
+"""Two dozen tiny adapters through `LLM` in a pool of a few pages: served as PEFT does, evicted, brought back,
+swapped.
+"""
 
 from __future__ import annotations
 

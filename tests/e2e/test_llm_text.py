@@ -1,4 +1,6 @@
-"""Text through `LLM`: pieces continue the prompt, end tokens are those that a server has too, and a closed one says so."""
+"""Text through `LLM`: pieces continue the prompt, end tokens are those that a server has too, and a closed
+one says so.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`LLM` from several threads: what they ask runs together, each gets its own answers, and a closed one refuses all."""
+"""`LLM` from several threads: what they ask runs together, each gets its own answers, and a closed one
+refuses all.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Every generated PEFT configuration, served: PEFT's log probabilities where the operators execute it, else a refusal by name.
+"""Every generated PEFT configuration, served: PEFT's log probabilities where the operators execute it, else a
+refusal by name.
 
-One base and one `LLM`; adapters are what PEFT itself wrote. What a configuration is expected to do follows from
-`EXECUTABLE`: a method that the operators learn moves its configurations from refused to equal, here and nowhere else.
+One base and one `LLM`; adapters are what PEFT itself wrote. What a configuration is expected to do follows
+from `EXECUTABLE`: a method that the operators learn moves its configurations from refused to equal, here and
+nowhere else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The README's programs run as they stand there, against a server that is started as it says, and print what it shows."""
+"""The README's programs run as they stand there, against a server that is started as it says, and print what
+it shows.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def url() -> Iterator[str]:
 
 
 def answers(text: str) -> dict[str, tuple[str, str]]:
-    """Model -> answer and the name of what answered. Digests also cover the type that the processor is best at."""
+    """Model -> answer and the name of what answered. Digests also cover the type that the processor is best
+    at.
+    """
     lines = re.findall(r"^([\w.-]+): (.*)  \[([\w.@-]+):[0-9a-f]{16}\]$", text, re.MULTILINE)
     return {model: (answer, revision) for model, answer, revision in lines}
 

@@ -1,4 +1,6 @@
-"""Text with the demo model's own tokenizer: any split, any script, stop strings over tokens, its template, formats."""
+"""Text with the demo model's own tokenizer: any split, any script, stop strings over tokens, its template,
+formats.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ def words(tokens: Sequence[int]) -> I32:
 
 @dataclass
 class Chain:
-    """After a token t only 5 t + 1, 5 t + 2 and 5 t + 3 may come, around the vocabulary; `left` of them make it whole."""
+    """After a token t only 5 t + 1, 5 t + 2 and 5 t + 3 may come, around the vocabulary; `left` of them make
+    it whole.
+    """
 
     left: int
     last: int = 0

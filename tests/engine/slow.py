@@ -43,7 +43,9 @@ class SlowDevice(VirtualDevice):
 
 
 class SlowLoader:
-    """Fetches end when told to. fail: digests whose fetch fails. asked, dropped: everything that the engine did."""
+    """Fetches end when told to. fail: digests whose fetch fails. asked, dropped: everything that the engine
+    did.
+    """
 
     def __init__(self) -> None:
         self.held = False

@@ -1,7 +1,8 @@
 """The runtime's rows of 0x07K's failure table, and faults that the simulator found, at both depths.
 
-Other rows: unmerge is a demonstration (tests/exact/test_hot_swap.py), a whole-model merge is not shipped, true ranks have
-no tail to zero (tests/ops), and a missing key is refused by name when an artifact is read (tests/artifact).
+Other rows: unmerge is a demonstration (tests/exact/test_hot_swap.py), a whole-model merge is not shipped,
+true ranks have no tail to zero (tests/ops), and a missing key is refused by name when an artifact is read
+(tests/artifact).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Messages, launch snapshots and step results with one wrong field, through the engine's ports.
 
-Each is refused with the code of its invariant; the engine goes on, and a request that was running ends as it would alone.
+Each is refused with the code of its invariant; the engine goes on, and a request that was running ends as it
+would alone.
 """
 
 from __future__ import annotations

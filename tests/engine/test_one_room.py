@@ -1,4 +1,6 @@
-"""Each decision about residency has one place: read from the source, because a second place would work until they differ."""
+"""Each decision about residency has one place: read from the source, because a second place would work until
+they differ.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ CONTROL = sorted(path for name in ("engine", "memory", "schedule") for path in (
 
 
 def places(dotted: str, *, stored: bool = False) -> set[str]:
-    """Modules of the control tower that name an attribute chain that ends in `dotted`. stored: that assign to it."""
+    """Modules of the control tower that name an attribute chain that ends in `dotted`. stored: that assign to
+    it.
+    """
     found = set()
     for path in CONTROL:
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,6 @@
-"""A step that could only find again what the last one found leaves the processor; nobody waits for it, and nothing counts it."""
+"""A step that could only find again what the last one found leaves the processor; nobody waits for it, and
+nothing counts it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def test_a_step_that_only_a_grammar_could_move_on_pauses(depth: int) -> None:
     rig = Rig(depth=depth, grammars=grammars)
     rig.submit("held", prompt(7, 1), grammar="5", max_tokens=20)
     rig.run()
-    # The first step takes the message, the second finds nothing to do; from the third on that is known beforehand.
+    # The first step takes the message, the second finds nothing to do; from the third on that is known
+    # beforehand.
     assert rig.mailbox.pauses == LATE - 1
     for _ in range(3):
         rig.step()  # nothing is open: such a step waits for a message, if it is told to

@@ -1,4 +1,6 @@
-"""Cached prefixes in a running engine: hits, publication, waiting, giving up, tenants, activation (0x08E, 0x08I, 0x08J)."""
+"""Cached prefixes in a running engine: hits, publication, waiting, giving up, tenants, activation (0x08E,
+0x08I, 0x08J).
+"""
 
 from __future__ import annotations
 

@@ -230,7 +230,9 @@ def test_the_host_tier_is_bounded_and_every_request_is_served(depth: int) -> Non
 @both_depths
 @pytest.mark.parametrize("seed", range(8))
 def test_random_calls_copies_and_faults_end_in_balance(depth: int, seed: int) -> None:
-    """Everything at once, copies and fetches late, torn and refused: each request ends once, right, and nothing stays."""
+    """Everything at once, copies and fetches late, torn and refused: each request ends once, right, and
+    nothing stays.
+    """
     rng = np.random.default_rng(seed)
     page_bytes = 4 * 2 * 4
     rig = SlowRig(depth=depth, pages=26, host_bytes=int(rng.integers(9, 40)) * page_bytes)

@@ -1,4 +1,6 @@
-"""Small adapters in slab pages through the whole control plane: hundreds in a few pages, and nobody's neighbour is hurt."""
+"""Small adapters in slab pages through the whole control plane: hundreds in a few pages, and nobody's
+neighbour is hurt.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ TOKENS = 64
 
 
 class SlabRig(SlowRig):
-    """Pages large enough for blocks of every class. beside: copies run beside compute, as on a stream of their own."""
+    """Pages large enough for blocks of every class. beside: copies run beside compute, as on a stream of
+    their own.
+    """
 
     def __init__(self, *, beside: bool = False, **changes: object) -> None:
         kv = KvShape(2, 1, 1, 4, TOKENS)
@@ -144,7 +148,9 @@ def test_a_torn_copy_into_a_victims_block_leaves_neighbours_and_restores_the_vic
 
 @both_depths
 def test_growth_takes_a_whole_slab_and_its_adapters_come_back(depth: int) -> None:
-    """The base needs every page: all of a slab's adapters leave together, and are loaded again when they are asked for."""
+    """The base needs every page: all of a slab's adapters leave together, and are loaded again when they are
+    asked for.
+    """
     rig = SlabRig(depth=depth, pages=4, max_model_len=256)
     for key in ("a", "b", "c"):
         rig.small(key)
@@ -203,7 +209,9 @@ def test_pins_of_one_slab_cost_one_page_and_others_are_served_beside_them() -> N
 
 
 def test_pins_that_are_not_loaded_yet_are_counted_as_packed() -> None:
-    """After a restart every pin is asked for before one is on the device: 32 blocks of a sixteenth are two pages."""
+    """After a restart every pin is asked for before one is on the device: 32 blocks of a sixteenth are two
+    pages.
+    """
     rig = SlabRig(depth=0, adapter_pages=2)
     keys = [f"a{index}" for index in range(33)]
     for key in keys:
@@ -282,7 +290,9 @@ def test_a_shadow_load_a_removal_and_a_revocation_of_neighbours() -> None:
 
 
 def test_a_plan_that_fails_gives_its_block_copies_and_scrubs_back() -> None:
-    """The device fails plans that carry copies and scrubs; what they carried comes again and nothing is filled twice."""
+    """The device fails plans that carry copies and scrubs; what they carried comes again and nothing is
+    filled twice.
+    """
     rig = SlabRig(depth=1, pages=4, max_adapter_slots=5)
     rig.device.faults.fail_plans = set(range(3, 60, 4))
     for index in range(24):

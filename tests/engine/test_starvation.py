@@ -17,7 +17,9 @@ LOAD = 8
 
 
 def busy(depth: int) -> Rig:
-    """Twelve pages, three ready requests of up to four pages that run and end one after the other, and an adapter of ten pages that is cold."""
+    """Twelve pages, three ready requests of up to four pages that run and end one after the other, and an
+    adapter of ten pages that is cold.
+    """
     rig = Rig(depth=depth, pages=13, growth_horizon=0, max_requests=8)
     for index in range(3):
         rig.submit(f"first{index}", prompt(4, index), None, max_tokens=ANSWER - 4 * index)

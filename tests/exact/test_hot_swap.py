@@ -1,8 +1,9 @@
 """0x07B1, 0x07C, 0x07F and 0x07I through the shipping operators, catalog, service and engine.
 
-The specification gives W, both updates, inputs and outputs; the factors are ours and give the printed updates exactly: for the
-old adapter B = I and A = 2 Delta, for the new one A = [[2, -1, 0]] and B = [[1], [3]]. Its slot and pointer generations
-(12, 31, 21, 41) are its fixture's; ours start at 1 in a fresh directory, and only that they grow is checked.
+The specification gives W, both updates, inputs and outputs; the factors are ours and give the printed updates
+exactly: for the old adapter B = I and A = 2 Delta, for the new one A = [[2, -1, 0]] and B = [[1], [3]]. Its
+slot and pointer generations (12, 31, 21, 41) are its fixture's; ours start at 1 in a fresh directory, and
+only that they grow is checked.
 """
 
 from __future__ import annotations

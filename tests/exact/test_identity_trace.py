@@ -1,7 +1,8 @@
 """0x01G: the worked rank-and-shard identity trace, its invariances, and the negative fixtures.
 
-Everything goes through the shipping code: a PEFT folder on disk, the loader, the sharded conversion, the manifest.
-The specification prints sizes and ranks; factor values, module names of layer 0 and the base digests are ours.
+Everything goes through the shipping code: a PEFT folder on disk, the loader, the sharded conversion, the
+manifest. The specification prints sizes and ranks; factor values, module names of layer 0 and the base
+digests are ours.
 """
 
 from __future__ import annotations
@@ -172,7 +173,8 @@ def test_a_manifest_survives_its_text(manifest: RuntimeManifest) -> None:
     assert decode_runtime_manifest(encode_manifest(manifest)) == manifest
 
 
-# One-field mutations: path into the JSON text, new value (or a function of the old one), code of the broken invariant.
+# One-field mutations: path into the JSON text, new value (or a function of the old one), code of the broken
+# invariant.
 
 
 @pytest.mark.parametrize(

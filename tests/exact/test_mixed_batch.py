@@ -98,7 +98,9 @@ def test_repeated_pointers_stay_separate_runs() -> None:
 
 
 def test_attention_splits_at_doff_whatever_the_adapter_runs_are() -> None:
-    """0x03D: one projection over all rows, prefill attention over [0, doff), one decode handle for each later row."""
+    """0x03D: one projection over all rows, prefill attention over [0, doff), one decode handle for each later
+    row.
+    """
     p = plan()
     crossing = np.flatnonzero((p.segment_offsets[:-1] < p.doff) & (p.segment_offsets[1:] > p.doff))
     assert p.segment_adapters[crossing].tolist() == [A]

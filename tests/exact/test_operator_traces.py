@@ -1,4 +1,6 @@
-"""0x02C to 0x02F, 0x06A to 0x06C: the specification's exact traces through the shipping planner and every operator family."""
+"""0x02C to 0x02F, 0x06A to 0x06C: the specification's exact traces through the shipping planner and every
+operator family.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """0x04D, 0x05B, 0x05C, 0x05F and 0x09L through the shipping page pool, transactions and engine.
 
-Slots 0..15 of the specification are pages 1..16 of ours: page 0 is the null page. The specification gives sizes, ownership before and
-after, and the victim; ours are the touch order of the adapters, the slot generations before the fixture (b at 3, so
-that its restoration is b@5), and in 0x09L the make-up of the three reserved pages (two of D, one of d0's KV).
+Slots 0..15 of the specification are pages 1..16 of ours: page 0 is the null page. The specification gives
+sizes, ownership before and after, and the victim; ours are the touch order of the adapters, the slot
+generations before the fixture (b at 3, so that its restoration is b@5), and in 0x09L the make-up of the three
+reserved pages (two of D, one of d0's KV).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The specification's two worked adapter batches, as inputs for every operator family.
 
-The specification gives, for 0x02E, factors, grouped inputs, Z, D and Y; W and the base-only inputs follow from Y and are
-listed here as ours. For 0x06C it prints Z and D only; factors, scales and inputs here are ours and give every printed
-value exactly.
+The specification gives, for 0x02E, factors, grouped inputs, Z, D and Y; W and the base-only inputs follow
+from Y and are listed here as ours. For 0x06C it prints Z and D only; factors, scales and inputs here are ours
+and give every printed value exactly.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ def matmul(x: Matrix, w: Matrix) -> Matrix:
 
 
 def with_sentinel(row_adapters: np.ndarray) -> tuple[list[int], list[int], list[int], list[int]]:
-    """0x02D's second encoding of the shipped grouping: base rows lead as a group with id -1. Rows, ids, counts, starts."""
+    """0x02D's second encoding of the shipped grouping: base rows lead as a group with id -1. Rows, ids,
+    counts, starts.
+    """
     rows, offsets, adapters = group_rows(row_adapters)
     base = np.flatnonzero(row_adapters == 0)
     starts = np.concatenate([[0], offsets + base.size])

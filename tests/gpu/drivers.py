@@ -32,7 +32,9 @@ def device_driver(
 
 
 class Trio:
-    """Float32 and a half type on the CPU, and that type on the device, fed with float32's tokens; `check` at the end."""
+    """Float32 and a half type on the CPU, and that type on the device, fed with float32's tokens; `check` at
+    the end.
+    """
 
     def __init__(
         self,

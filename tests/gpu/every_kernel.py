@@ -1,7 +1,7 @@
 """Every kernel of ours once, on small shapes, each against its definition: what a memory checker runs.
 
-`python -m tests.gpu.every_kernel` launches on the CUDA device there is, in Triton's interpreter where there is none, and
-fails where a kernel of the three kernel modules was not launched. Nothing here is timed.
+`python -m tests.gpu.every_kernel` launches on the CUDA device there is, in Triton's interpreter where there
+is none, and fails where a kernel of the three kernel modules was not launched. Nothing here is timed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def adapter_kernels() -> None:
 
 
 def step_kernels() -> None:
-    """Deltas, unpack, padding, RoPE with append, greedy choice: prefill, mixed and decode steps over adapters."""
+    """Deltas, unpack, padding, RoPE with append, greedy choice: prefill, mixed and decode steps over
+    adapters.
+    """
     with tempfile.TemporaryDirectory() as name:
         model = decoder("llama", save("llama", Path(name)), torch.float32, DEVICE)
     driver = Driver(model, 4, slots=6, pages=900, adapters=9, executor=plain_executor)

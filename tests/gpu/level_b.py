@@ -1,7 +1,8 @@
-"""Equality level b for half precision: what a type does to a model is measured on the CPU, and bounds what a device may do.
+"""Equality level b for half precision: what a type does to a model is measured on the CPU, and bounds what a
+device may do.
 
-The reference is float32. The yardstick is the same model in the same half type in plain torch on the CPU, fed with the
-same tokens. See docs/decisions/tests.md, "Half precision is held to its own error".
+The reference is float32. The yardstick is the same model in the same half type in plain torch on the CPU, fed
+with the same tokens. See docs/decisions/tests.md, "Half precision is held to its own error".
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import numpy as np
 from loraplex.core.plan import StepResult
 
 RMS_RATIO = 2.0
-"""A device sums in another order and rounds probabilities elsewhere; a wrong kernel is off by orders of magnitude."""
+"""A device sums in another order and rounds probabilities elsewhere; a wrong kernel is off by orders of
+magnitude.
+"""
 FLOOR = 1e-3
 """Deviations as small as this say nothing about a half type."""
 
 
 @dataclass
 class Deviations:
-    """Of one side from the reference. values: of log probabilities of the reference's best tokens. gaps: how far below
-    the reference's best its own choice lies there, 0 where they agree."""
+    """Of one side from the reference. values: of log probabilities of the reference's best tokens. gaps: how
+    far below the reference's best its own choice lies there, 0 where they agree.
+    """
 
     values: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -46,7 +50,8 @@ class Deviations:
 
 
 def assert_level_b(own: Deviations, yardstick: Deviations) -> None:
-    """The device deviates no more than its type does, and differs only where such deviations can turn a choice over.
+    """The device deviates no more than its type does, and differs only where such deviations can turn a
+    choice over.
 
     Two log probabilities that are each off by e at most change places only within 2 e of each other.
     """

@@ -1,4 +1,6 @@
-"""Adapters on CUDA: captured and mixed steps against float32 on the CPU; base rows keep their bits beside any of them."""
+"""Adapters on CUDA: captured and mixed steps against float32 on the CPU; base rows keep their bits beside any
+of them.
+"""
 
 from __future__ import annotations
 

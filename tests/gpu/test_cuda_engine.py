@@ -1,4 +1,6 @@
-"""Whole engines on CUDA through `LLM`: depths, chunked prefill, preemption, cancelled requests, many requests."""
+"""Whole engines on CUDA through `LLM`: depths, chunked prefill, preemption, cancelled requests, many
+requests.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def test_chunks_preemption_and_both_depths_give_the_requests_own_text(root: Path
 
 
 def test_a_backend_in_another_process_gives_the_same_texts(root: Path) -> None:
-    """It gets the plans' packed bytes and nothing else. Batches may differ: when a copy ends is the device's affair."""
+    """It gets the plans' packed bytes and nothing else. Batches may differ: when a copy ends is the device's
+    affair.
+    """
     answers = []
     for backend in ("inline", "process"):
         with open_llm(root, backend=backend, pipeline_depth=1) as llm:
@@ -118,7 +122,9 @@ def test_a_backend_in_another_process_gives_the_same_texts(root: Path) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_plan_log_replays_to_the_same_tokens(root: Path, tmp_path: Path, depth: int) -> None:
-    """Greedy and sampled, chunks, mixed and captured steps, bit for bit; the same plans are the same launches."""
+    """Greedy and sampled, chunks, mixed and captured steps, bit for bit; the same plans are the same
+    launches.
+    """
     path, images = tmp_path / "plans", tmp_path / "images"
     sampled = SamplingParams(max_tokens=30, temperature=0.9, top_p=0.9, seed=3, logprobs=5)
     options: dict[str, Any] = {"pipeline_depth": depth, "plan_log": str(path), "loader": "inline"}

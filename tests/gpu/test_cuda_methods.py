@@ -29,7 +29,9 @@ from loraplex.ops.dispatch import make_operator  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 SPREAD = 0.05
-"""Smaller factors than in float32's tests: logits of the wide models stay in the range that half types resolve."""
+"""Smaller factors than in float32's tests: logits of the wide models stay in the range that half types
+resolve.
+"""
 CAPTURED = ["lora", "rslora", "dora", "dora-bitfit", "lora-bias", "bitfit", "bitfit-only"]
 """Methods that captured launches serve: no vector on an input, nothing on head or embedding."""
 TOGETHER = 4

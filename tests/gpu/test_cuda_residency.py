@@ -1,6 +1,8 @@
-"""Pages and copies on the device: owned bytes alone are read, warm steps copy nothing, open and damaged copies delay nobody.
+"""Pages and copies on the device: owned bytes alone are read, warm steps copy nothing, open and damaged
+copies delay nobody.
 
-The bodies are those of the CPU's tests; here copies move on a stream and a thread of their own beside the steps.
+The bodies are those of the CPU's tests; here copies move on a stream and a thread of their own beside the
+steps.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def test_only_owned_bytes_are_read(root: Path, model: Decoder, page_tokens: int,
 
 @pytest.mark.parametrize("sorts", [SORTS[:4], SORTS], ids=["captured", "all"])
 def test_fused_kernels_give_the_same_bits_whatever_lies_beside_what_is_owned(sorts: Any) -> None:
-    """Captured steps in bfloat16 over FlashInfer. The null page is padding rows' own and holds finite numbers."""
+    """Captured steps in bfloat16 over FlashInfer. The null page is padding rows' own and holds finite
+    numbers.
+    """
     outputs = []
     for poison in (0x00, 0x3C, 0xFF):
         driver = device_driver()

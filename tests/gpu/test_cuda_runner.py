@@ -1,4 +1,6 @@
-"""The runner on CUDA against float32 on the CPU, teacher-forced (equality level b), over mixed and captured steps."""
+"""The runner on CUDA against float32 on the CPU, teacher-forced (equality level b), over mixed and captured
+steps.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def test_captured_steps_equal_the_same_launches_one_by_one_bit_for_bit() -> None
 
 
 def mixed_outputs(captured: bool) -> list[Any]:
-    """Mixed steps of several buckets: one prefill and many, chunks behind a history, no decode row, no sample."""
+    """Mixed steps of several buckets: one prefill and many, chunks behind a history, no decode row, no
+    sample.
+    """
     own = device_driver(captured=captured)
     lengths = [40, 7, 23, 3, 51, 12, 55, 5, 33]
     requests = [Request(i, prompt(n, i), logprobs=5) for i, n in enumerate(lengths)]

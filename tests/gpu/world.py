@@ -1,4 +1,6 @@
-"""One random model three times: in float32 and in a half type on the CPU, and on CUDA behind graphs and fused kernels."""
+"""One random model three times: in float32 and in a half type on the CPU, and on CUDA behind graphs and fused
+kernels.
+"""
 
 from __future__ import annotations
 

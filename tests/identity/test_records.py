@@ -1,4 +1,6 @@
-"""Each check of an identity record on its own: the record refuses to have a digest, and says which rule it breaks."""
+"""Each check of an identity record on its own: the record refuses to have a digest, and says which rule it
+breaks.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ MIB = 1 / 1024
 
 
 def wire(tmp_path: Path, shared: int, **options: Any) -> tuple[int | None, list[str]]:
-    """Bytes of the region that an engine gets where shared memory has so much room, and what is said; typed refusals raise."""
+    """Bytes of the region that an engine gets where shared memory has so much room, and what is said; typed
+    refusals raise.
+    """
     with pytest.MonkeyPatch.context() as patch, ExitStack() as held:
         patch.setattr(loader_module, "SHARED_MEMORY", tmp_path / "shm")
         patch.setattr(loader_module, "_free_bytes", lambda folder: shared)

@@ -1,4 +1,6 @@
-"""The loader's store: images in a region come out as they went in, their room returns exactly, damage is seen."""
+"""The loader's store: images in a region come out as they went in, their room returns exactly, damage is
+seen.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The loader process: verified images arrive in the host store; damage, absence and death are typed and survived."""
+"""The loader process: verified images arrive in the host store; damage, absence and death are typed and
+survived.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Malformed uses of pages, transactions, residency, leases, slots and host images, one mutated field each.
 
-A case builds a sound world, changes one thing, and names the code that must refuse it. Cases are counted once for each
-(record, field, kind of fault).
+A case builds a sound world, changes one thing, and names the code that must refuse it. Cases are counted once
+for each (record, field, kind of fault).
 """
 
 from __future__ import annotations

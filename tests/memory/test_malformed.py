@@ -1,7 +1,8 @@
-"""Every malformed use of the memory API is refused with the code of the invariant that it breaks, and changes nothing.
+"""Every malformed use of the memory API is refused with the code of the invariant that it breaks, and changes
+nothing.
 
-Each code of the corpus is reached again through a running engine's port: the state is broken in one place, and the
-engine's own detector speaks.
+Each code of the corpus is reached again through a running engine's port: the state is broken in one place,
+and the engine's own detector speaks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Blocks of slab pages: one owner each, handles that die with their slab, fences, pages that go back, rollbacks."""
+"""Blocks of slab pages: one owner each, handles that die with their slab, fences, pages that go back,
+rollbacks.
+"""
 
 from __future__ import annotations
 

@@ -150,7 +150,8 @@ class Memory(RuleBasedStateMachine):
         entry.slot, entry.generation = self.directory.take()
         entry.move(AdapterState.RESERVED)
         entry.move(AdapterState.LOADING)
-        # The copy takes free pages first, or the victims' where it is told to overwrite; KV takes free ones first.
+        # The copy takes free pages first, or the victims' where it is told to overwrite; KV takes free ones
+        # first.
         free = self.model.free
         taken = {victim.key: self.model.adapters.pop(victim.key, 0) for victim in victims}
         reclaimed = sum(candidate.pages for candidate in chosen.taken)

@@ -49,7 +49,9 @@ def run(rig: Rig) -> None:
 
 
 def check_damaged_copies(rig: Rig) -> None:
-    """Every adapter's first copy fails, however it fails: base requests get a token a step, all are answered in the end."""
+    """Every adapter's first copy fails, however it fails: base requests get a token a step, all are answered
+    in the end.
+    """
     running = {f"base{i}": (prompt(5 + i, i), None) for i in range(2)}
     for name, (tokens, _) in running.items():
         rig.submit(name, tokens, None, 40)

@@ -120,7 +120,9 @@ class Driver:
         reference: int = -1,
         deltas: dict[str, Any] | None = None,
     ) -> BatchPlan:
-        """Rows for requests in scheduler order: (request, rows); rows 0 is a decode row. Frontiers are planned."""
+        """Rows for requests in scheduler order: (request, rows); rows 0 is a decode row. Frontiers are
+        planned.
+        """
         self.generation += 1
         opened = opens if opens is not None else [r for r, _ in work if r.planned == 0]
         for request in opened:

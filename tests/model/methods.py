@@ -104,7 +104,9 @@ def driver_of(model: Decoder, names: Sequence[str], **options: Any) -> Driver:
 
 
 def check_mixed_batch(root: Path, driver: Driver, names: Sequence[str], steps: int = 2) -> None:
-    """Every adapter and the base in one prefill and then in decode steps; PEFT's choices and log probabilities."""
+    """Every adapter and the base in one prefill and then in decode steps; PEFT's choices and log
+    probabilities.
+    """
     load_all(root, driver, names)
     rng = np.random.default_rng(4)
     requests = [

@@ -41,7 +41,9 @@ def owned_bytes(driver: Driver, requests: list[Request], slots: list[int]) -> to
 
 
 def check_owned_bytes(driver: Driver, names: list[str], poison: int) -> None:
-    """PEFT's choices, whatever lies beside what requests and adapters own. Slots 1, 2, ... hold the adapters named."""
+    """PEFT's choices, whatever lies beside what requests and adapters own. Slots 1, 2, ... hold the adapters
+    named.
+    """
     requests = [Request(i, prompt(3 + 2 * i, i), adapter=(i, 7 if i else 0)) for i in range(len(names) + 1)]
     slots = list(range(1, len(names) + 1))
 

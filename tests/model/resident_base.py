@@ -1,4 +1,6 @@
-"""Resident base weights as adapters need them (DoRA, trained biases, repeated tensors): float32 values on demand."""
+"""Resident base weights as adapters need them (DoRA, trained biases, repeated tensors): float32 values on
+demand.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,9 @@ class NoStream:
 
 
 def fake_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`StreamCopies` over pools in host memory: its thread, its buffers and its order, on a device that is the processor."""
+    """`StreamCopies` over pools in host memory: its thread, its buffers and its order, on a device that is
+    the processor.
+    """
     empty = torch.empty
 
     def unpinned(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
@@ -49,7 +51,9 @@ def fake_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class HeldEvent:
-    """The event of a copy's end, which does not come before it is let go. waits: how often somebody waited till then."""
+    """The event of a copy's end, which does not come before it is let go. waits: how often somebody waited
+    till then.
+    """
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.held, self.waits = inner, True, 0
@@ -94,7 +98,9 @@ def hold_copies(rig: Any, digest: str) -> HeldStream:
 
 
 def fail_first_copies(monkeypatch: pytest.MonkeyPatch, *, half_way: bool) -> dict[int, Copy]:
-    """The first copy into each slot raises; those copies by slot. half_way: in its last slice, after a page of that was moved."""
+    """The first copy into each slot raises; those copies by slot. half_way: in its last slice, after a page
+    of that was moved.
+    """
     failing: dict[int, Copy] = {}
     move = StreamCopies._move
 

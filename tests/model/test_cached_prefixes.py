@@ -1,6 +1,8 @@
-"""Cached prefixes through real forward passes: tokens are those of PEFT, with the cache on and off, at level b.
+"""Cached prefixes through real forward passes: tokens are those of PEFT, with the cache on and off, at level
+b.
 
-Nine adapters of several kinds over shared prompts and conversations, in random interleavings; two of them are activated.
+Nine adapters of several kinds over shared prompts and conversations, in random interleavings; two of them are
+activated.
 """
 
 from __future__ import annotations

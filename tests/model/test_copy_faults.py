@@ -1,6 +1,8 @@
-"""Copies that fail or arrive torn, and swaps and restorations beside running requests: nobody else notices, nothing is lost.
+"""Copies that fail or arrive torn, and swaps and restorations beside running requests: nobody else notices,
+nothing is lost.
 
-The bodies take a `Rig`, so that a device's copies, on a stream and a thread of their own, are held to the same.
+The bodies take a `Rig`, so that a device's copies, on a stream and a thread of their own, are held to the
+same.
 """
 
 from __future__ import annotations

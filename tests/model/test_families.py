@@ -1,4 +1,6 @@
-"""Every family against transformers on the same random weights: logits, greedy tokens, chunks, mixtures, page sizes."""
+"""Every family against transformers on the same random weights: logits, greedy tokens, chunks, mixtures, page
+sizes.
+"""
 
 from __future__ import annotations
 

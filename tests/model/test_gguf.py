@@ -25,7 +25,8 @@ from loraplex.model import converted_models, gguf_tokenizer
 from loraplex.model import gguf as module
 from loraplex.model.progress import terminal_progress
 
-# The split in front of a number is where readers of a `smollm` file differ; see `test_ids_of_the_demo_tokenizer`.
+# The split in front of a number is where readers of a `smollm` file differ; see
+# `test_ids_of_the_demo_tokenizer`.
 CORPUS = [
     "Hello, world! It's a test; they'll see we've done it.",
     "naïve café — “quotes” … 你好，世界 こんにちは 안녕하세요 привет мир שלום",

@@ -8,7 +8,9 @@ from tests.gpu.level_b import Deviations, assert_level_b
 
 
 def deviations(spread: float, seed: int, turned: float = 0.0) -> Deviations:
-    """Forty positions of five tokens, deviating by `spread`; turned: how far below the best one own choice lies."""
+    """Forty positions of five tokens, deviating by `spread`; turned: how far below the best one own choice
+    lies.
+    """
     rng = np.random.default_rng(seed)
     side = Deviations()
     for position in range(40):

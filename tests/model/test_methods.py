@@ -1,4 +1,6 @@
-"""Every method that is served, in one mixed batch over a base with biases, against PEFT in float32; every family."""
+"""Every method that is served, in one mixed batch over a base with biases, against PEFT in float32; every
+family.
+"""
 
 from __future__ import annotations
 

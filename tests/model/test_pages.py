@@ -1,4 +1,5 @@
-"""Pages in more than name: nothing outside owned bytes is read, a warm step copies nothing, an open copy delays nobody.
+"""Pages in more than name: nothing outside owned bytes is read, a warm step copies nothing, an open copy
+delays nobody.
 
 Specification: rulings "Tests" (no decorative plan, no pages in name only).
 """

@@ -1,4 +1,6 @@
-"""Adapters through the runner: copied, validated, published, used beside the base, retired; PEFT is the judge."""
+"""Adapters through the runner: copied, validated, published, used beside the base, retired; PEFT is the
+judge.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_an_adapter_whose_bytes_differ_is_not_intact_and_cannot_be_published(
 def test_a_replay_that_is_ahead_of_its_copies_publishes_what_arrived_intact_and_nothing_else(
     root: Path, model: Decoder
 ) -> None:
-    """A plan may publish a copy that this runner has not finished: it is waited for, and checked, before anything is visible."""
+    """A plan may publish a copy that this runner has not finished: it is waited for, and checked, before
+    anything is visible.
+    """
     driver = Driver(model, pages=400)
     driver.runner._residents._copies = copies = SteppedCopies(driver.runner.table, 0, 0)
     good, other = (image(root, model, name, driver.kv.page_bytes) for name in ("all-r4", "qv-r3"))
@@ -130,7 +134,9 @@ def test_rows_bind_only_the_published_generation(root: Path, model: Decoder) -> 
 def test_adapter_deltas_of_a_failed_plan_may_come_again(
     root: Path, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slot is retired, published and filled in one plan that fails inside; the next plan carries the same deltas."""
+    """A slot is retired, published and filled in one plan that fails inside; the next plan carries the same
+    deltas.
+    """
     driver = loaded(root, model, ["all-r4", "qv-r3"])
     third = image(root, model, "head-r2", driver.kv.page_bytes)
     driver.load(third, 3, 2)

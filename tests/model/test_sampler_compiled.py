@@ -44,7 +44,8 @@ def test_both_draw_the_same_tokens(vocab: int) -> None:
 
 
 def test_the_integers_of_the_noise_are_those_of_the_definition() -> None:
-    # With two ids alone in the cut the winner shows the order of their noise; over many positions nothing may differ.
+    # With two ids alone in the cut the winner shows the order of their noise; over many positions nothing may
+    # differ.
     vocab, draws = 4097, 500
     rng = np.random.default_rng(3)
     options = np.zeros(draws, dtype=OPTIONS)

@@ -1,4 +1,6 @@
-"""Small adapters of one page through the real runner: right beside each other, and bitwise untouched by each other."""
+"""Small adapters of one page through the real runner: right beside each other, and bitwise untouched by each
+other.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,9 @@ def in_blocks_of(made: AdapterImage, page_bytes: int, size_class: int) -> Adapte
 
 
 def shared(root: Path, model: Decoder, names: list[str]) -> tuple[Driver, int]:
-    """A driver with the adapters in every other block of one page, slots 1, 2, ..., generation 7; and that page."""
+    """A driver with the adapters in every other block of one page, slots 1, 2, ..., generation 7; and that
+    page.
+    """
     driver = Driver(model, PAGE_TOKENS, pages=60)
     page = int(driver.take(1)[0])
     for slot, name in enumerate(names, start=1):
@@ -114,7 +118,9 @@ def test_each_row_runs_under_its_own_block(root: Path, model: Decoder) -> None:
 
 
 def test_a_copy_a_scrub_and_a_retirement_touch_no_byte_beside_their_block(root: Path, model: Decoder) -> None:
-    """While a neighbour and the base run: their log probabilities are bitwise those of a page with nobody else in it."""
+    """While a neighbour and the base run: their log probabilities are bitwise those of a page with nobody
+    else in it.
+    """
     names = ["one-layer", "last-layer"]
     newcomer = "vectors"
     seen = []

@@ -1,4 +1,6 @@
-"""Configurations: what each family's config.json means, and that everything not implemented is refused by name."""
+"""Configurations: what each family's config.json means, and that everything not implemented is refused by
+name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A device's copies, thread and all, over a device that is faked at its streams: what `tests/gpu` claims of a real one."""
+"""A device's copies, thread and all, over a device that is faked at its streams: what `tests/gpu` claims of a
+real one.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_a_warm_step_copies_no_byte(root: Path, model: Decoder, monkeypatch: pyt
 def test_a_copy_that_stays_open_delays_nobody(
     root: Path, model: Decoder, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hundred steps here, a thousand on a device: some are without rows, and those must not wait for it either."""
+    """A hundred steps here, a thousand on a device: some are without rows, and those must not wait for it
+    either.
+    """
     monkeypatch.setattr(page_checks, "STEPS", 100)
     rig = Rig(root, model, depth=depth, pages=200)
     digest = image(root, model, "rs-r16", rig.runner.pool.shape[1]).kernel_digest
@@ -95,7 +99,9 @@ def test_images_in_locked_memory_are_read_where_they_lie(
 def test_a_slice_without_an_event_fails_its_copy_and_no_thread(
     root: Path, model: Decoder, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device takes the first slice of all, and no event behind it: that copy is made again, by threads that live."""
+    """The device takes the first slice of all, and no event behind it: that copy is made again, by threads
+    that live.
+    """
     mark, refused = StreamCopies._mark, []
 
     def refuse(self: StreamCopies) -> object:

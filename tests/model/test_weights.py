@@ -1,4 +1,6 @@
-"""Weights: exactly the tensors that the specification implies, from one file or shards, or made up from it alone."""
+"""Weights: exactly the tensors that the specification implies, from one file or shards, or made up from it
+alone.
+"""
 
 from __future__ import annotations
 

@@ -90,7 +90,9 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
 
 
 def round_to_halves(model: torch.nn.Module) -> None:
-    """Values that float32, bfloat16 and float16 all hold: what an adapter repeats of the base is what is served."""
+    """Values that float32, bfloat16 and float16 all hold: what an adapter repeats of the base is what is
+    served.
+    """
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.mul(1024).round().div(1024).bfloat16().float())

@@ -1,4 +1,6 @@
-"""Adapter images, pools and plans for operator tests: random, exact in the model's dtype, poisoned everywhere else."""
+"""Adapter images, pools and plans for operator tests: random, exact in the model's dtype, poisoned everywhere
+else.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ _ELEMENTS: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32
 def compile_plan(
     d_in: Sequence[int], d_out: Sequence[int], phase: Phase, dtype: torch.dtype, tuning: Tuning | None = None
 ) -> list[tuple[Any, dict[str, str], dict[Any, Any], dict[str, Any]]]:
-    """(kernel, signature, constexprs, options) of every kernel that a model's shapes need, for compiling ahead."""
+    """(kernel, signature, constexprs, options) of every kernel that a model's shapes need, for compiling
+    ahead.
+    """
     tuning = tuning or (DECODE if phase is Phase.DECODE else PREFILL)
     chosen: dict[str, tuple[Any, dict[str, str], dict[Any, Any], dict[str, Any]]] = {}
 

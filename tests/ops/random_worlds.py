@@ -45,7 +45,9 @@ def random_world(
 
 
 def check(world: World, plan: BatchPlan, family: str | None, seed: int = 0) -> None:
-    """One operator over all calls of a layer, the head and the embedding, within the rounding that is allowed."""
+    """One operator over all calls of a layer, the head and the embedding, within the rounding that is
+    allowed.
+    """
     rng = np.random.default_rng(seed)
     ops = make_operator(plan, world.table, family)
     slots = plan.row_adapters

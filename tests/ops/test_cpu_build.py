@@ -1,4 +1,6 @@
-"""The kernel's build: found again, never half there, shares torch's threads, and says plainly when it cannot be had."""
+"""The kernel's build: found again, never half there, shares torch's threads, and says plainly when it cannot
+be had.
+"""
 
 from __future__ import annotations
 

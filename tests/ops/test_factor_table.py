@@ -1,4 +1,6 @@
-"""Room for the addresses of split factors: taken when a slot is installed; what slots give back is whole again."""
+"""Room for the addresses of split factors: taken when a slot is installed; what slots give back is whole
+again.
+"""
 
 from __future__ import annotations
 

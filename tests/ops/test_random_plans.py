@@ -1,4 +1,6 @@
-"""Random plans over random adapters of every method, for every family, against float64; base rows keep their bits."""
+"""Random plans over random adapters of every method, for every family, against float64; base rows keep their
+bits.
+"""
 
 from __future__ import annotations
 

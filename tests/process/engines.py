@@ -1,7 +1,7 @@
 """Engines for tests of processes and transport, built in a real engine process by name.
 
-`build_virtual` is the real control plane over the virtual device. `build_echo` repeats a request's prompt for ever, one
-token a step, and obeys a few prompts: see `EchoEngine`.
+`build_virtual` is the real control plane over the virtual device. `build_echo` repeats a request's prompt for
+ever, one token a step, and obeys a few prompts: see `EchoEngine`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def virtual_limits(config: EngineConfig) -> EngineLimits:
 
 
 class ScoringDevice(VirtualDevice):
-    """A virtual device for servers: it keeps no history of its plans, and answers with log probabilities of no meaning."""
+    """A virtual device for servers: it keeps no history of its plans, and answers with log probabilities of
+    no meaning.
+    """
 
     def result_of(self, plan: BatchPlan, tokens: I32) -> StepResult:
         """Scores beside the tokens."""
@@ -150,8 +152,9 @@ class _Running:
 class EchoEngine:
     """Answers a request with its prompt, again and again, until max_tokens or a stop token.
 
-    A prompt that begins with DIE kills the process, RAISE breaks the step, MUTE never gets an answer, PAUSED gets it once the
-    file `gate` exists, HANG stops the engine until then, ONCE gets the token behind it and no more. Adapters shift each token by their number of pages.
+    A prompt that begins with DIE kills the process, RAISE breaks the step, MUTE never gets an answer, PAUSED
+    gets it once the file `gate` exists, HANG stops the engine until then, ONCE gets the token behind it and
+    no more. Adapters shift each token by their number of pages.
     """
 
     mailbox: Mailbox

@@ -1,7 +1,8 @@
-"""Children of the tests, and parents that start one: run as `python -m tests.process.living HOW FOLDER` by a test.
+"""Children of the tests, and parents that start one: run as `python -m tests.process.living HOW FOLDER` by a
+test.
 
-A child says where it is by a file in FOLDER, then stays: one while its module is imported, one when it was greeted, one
-that has started a process of its own.
+A child says where it is by a file in FOLDER, then stays: one while its module is imported, one when it was
+greeted, one that has started a process of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a long command says of itself: every activity once, again while it lasts, and never on a terminal as plain lines."""
+"""What a long command says of itself: every activity once, again while it lasts, and never on a terminal as
+plain lines.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The life that all children share: no child outlives its parent, however both stand, and an end takes no longer than its grace."""
+"""The life that all children share: no child outlives its parent, however both stand, and an end takes no
+longer than its grace.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def told(folder: Path) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("how", ["process", "thread", "stopped", "group"])
 def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path, how: str) -> None:
-    """Before it has imported what it needs; started by a thread that is gone; stopped; with what it started itself."""
+    """Before it has imported what it needs; started by a thread that is gone; stopped; with what it started
+    itself.
+    """
     with parent(how, tmp_path, ROOT) as process:
         children = told(tmp_path)
         assert len(children) == (2 if how == "group" else 1)

@@ -1,4 +1,6 @@
-"""The engine's mailbox over real sockets: order, ownership, clients that are slow or gone, frames that are refused."""
+"""The engine's mailbox over real sockets: order, ownership, clients that are slow or gone, frames that are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +184,9 @@ def test_a_client_that_is_gone_loses_its_requests(connect: Callable[..., Peer], 
 def test_a_client_that_vanishes_while_its_frame_is_read_costs_nobody_else(
     connect: Callable[..., Peer], mailbox: ZmqMailbox
 ) -> None:
-    """The first message of a frame is refused, which shows that the client is gone; the second one was accepted."""
+    """The first message of a frame is refused, which shows that the client is gone; the second one was
+    accepted.
+    """
     frame = encode_frame([submit("a", b"\1\0\0"), submit("b")])
     accepted = mailbox._accept([b"a client that the socket does not know", frame])
     assert [m.request_id for m in accepted if isinstance(m, Submit)] == ["b"]

@@ -1,7 +1,9 @@
-"""A whole server with a bare application and an engine of the tests, as a process: `python -m tests.server.bare_server`.
+"""A whole server with a bare application and an engine of the tests, as a process: `python -m
+tests.server.bare_server`.
 
-Arguments: a JSON object of `ServeConfig` fields, the builder's name, a folder to work in, and `real` for the shipping
-application in place of the bare one. The bare application knows two paths: `/ready`, and `/ask?TOKENS&ADAPTER`, which answers with the tokens and how the request ended.
+Arguments: a JSON object of `ServeConfig` fields, the builder's name, a folder to work in, and `real` for the
+shipping application in place of the bare one. The bare application knows two paths: `/ready`, and
+`/ask?TOKENS&ADAPTER`, which answers with the tokens and how the request ended.
 """
 
 from __future__ import annotations

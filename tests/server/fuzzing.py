@@ -1,4 +1,6 @@
-"""What the fuzzing tests share: one server process over the virtual engine, and what it must look like afterwards."""
+"""What the fuzzing tests share: one server process over the virtual engine, and what it must look like
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class Target:
 def target(
     folder: Path, builder: str = engines.VIRTUAL, key: str = "none", **fields: Any
 ) -> Iterator[Target]:
-    """A server with text and two adapters. key: an admin's, where there are keys. fields: of its configuration."""
+    """A server with text and two adapters. key: an admin's, where there are keys. fields: of its
+    configuration.
+    """
     write_folder(write_model(folder / "tiny"), byte_tokenizer())
     for seed, name in enumerate(("one", "two")):
         write_adapter(folder / "adapters" / name, seed=seed)

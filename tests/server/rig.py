@@ -1,4 +1,6 @@
-"""A whole HTTP front over an engine that answers in this process, deterministically, one token a turn of the loop."""
+"""A whole HTTP front over an engine that answers in this process, deterministically, one token a turn of the
+loop.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,8 @@ def scores(token: int, position: int, top: int) -> TokenLogprobs:
 class FakeEngine:
     """The engine client's interface, answered here. script: output tokens of a request; it ends with them.
 
-    sent: every message, in order. hold: while it is clear, nothing is generated. refuse: raised by the next call.
-    reused: positions of a request that the cache had; None says nothing of what it was bound to.
+    sent: every message, in order. hold: while it is clear, nothing is generated. refuse: raised by the next
+    call. reused: positions of a request that the cache had; None says nothing of what it was bound to.
     """
 
     def __init__(self, script: Callable[[Submit], Sequence[int]]) -> None:

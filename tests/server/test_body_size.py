@@ -1,4 +1,6 @@
-"""Bodies that would become too many objects are refused by name before they are decoded; legitimate long ones are not."""
+"""Bodies that would become too many objects are refused by name before they are decoded; legitimate long ones
+are not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How much of a prompt was reused is in every usage and in the record; whose prefixes are found, in the request."""
+"""How much of a prompt was reused is in every usage and in the record; whose prefixes are found, in the
+request.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Two hundred adapters over host memory for eighty and a pool for twenty, swapped, cancelled and asked for in Zipf's proportions.
+"""Two hundred adapters over host memory for eighty and a pool for twenty, swapped, cancelled and asked for in
+Zipf's proportions.
 
-A whole server with the real engine over a tiny model. Every answer is compared with what its own revision gives when it
-is served alone; every error is a typed refusal; pages return exactly. LORAPLEX_CHURN_S sets the length.
+A whole server with the real engine over a tiny model. Every answer is compared with what its own revision
+gives when it is served alone; every error is a typed refusal; pages return exactly. LORAPLEX_CHURN_S sets the
+length.
 """
 
 from __future__ import annotations
@@ -120,7 +122,9 @@ def check_answer(output: RequestOutput, seen: tuple[int, ...]) -> None:
 
 
 def sizes(model: Path, folder: Path) -> tuple[float, float, int]:
-    """GiB of a pool for RESIDENT adapters of the largest kind and 60 KV pages, GiB of HOSTED images; the pool's pages."""
+    """GiB of a pool for RESIDENT adapters of the largest kind and 60 KV pages, GiB of HOSTED images; the
+    pool's pages.
+    """
     with LLM(model, {"a": folder}, dtype="float32", pool_gb=0.01) as llm:
         figures = llm.inspect()
     each, page_gb = (

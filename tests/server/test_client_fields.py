@@ -1,4 +1,6 @@
-"""Fields that clients of OpenAI's and vLLM's interfaces send: what asks for nothing is accepted, the rest done or refused."""
+"""Fields that clients of OpenAI's and vLLM's interfaces send: what asks for nothing is accepted, the rest
+done or refused.
+"""
 
 from __future__ import annotations
 

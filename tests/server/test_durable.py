@@ -1,4 +1,6 @@
-"""Servers as processes over a durable catalog: killed and started again, two at once, over SQLite and PostgreSQL."""
+"""Servers as processes over a durable catalog: killed and started again, two at once, over SQLite and
+PostgreSQL.
+"""
 
 from __future__ import annotations
 

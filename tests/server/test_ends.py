@@ -50,7 +50,9 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]
 
 
 def test_a_drain_waits_for_nobody_who_does_not_ask(tmp_path: Path) -> None:
-    """Idle connections close, half-sent requests are refused, half-sent headers are dropped; running streams go on."""
+    """Idle connections close, half-sent requests are refused, half-sent headers are dropped; running streams
+    go on.
+    """
 
     async def test() -> None:
         async with whole(tmp_path, drain_s=60) as client:

@@ -1,4 +1,6 @@
-"""Folders of `--adapter-dir`: which are served under which name, what is said of the others, and those that come later."""
+"""Folders of `--adapter-dir`: which are served under which name, what is said of the others, and those that
+come later.
+"""
 
 from __future__ import annotations
 

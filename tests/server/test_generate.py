@@ -104,7 +104,9 @@ def test_prompts_in_four_forms_and_n(tmp_path: Path) -> None:
 
 
 def test_a_stop_string_may_spell_a_special_token(tmp_path: Path) -> None:
-    """<|pad|> is special, leaves no text, and ends an answer for who asks for it; also beside text, and in chat."""
+    """<|pad|> is special, leaves no text, and ends an answer for who asks for it; also beside text, and in
+    chat.
+    """
 
     async def test(front: Front) -> None:
         pad = 2

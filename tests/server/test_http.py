@@ -1,4 +1,6 @@
-"""The HTTP exchange itself: methods, bodies that are too long or too slow, probes, and what stands in the log."""
+"""The HTTP exchange itself: methods, bodies that are too long or too slow, probes, and what stands in the
+log.
+"""
 
 from __future__ import annotations
 

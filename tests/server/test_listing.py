@@ -1,4 +1,6 @@
-"""Lists of adapters a page at a time, and what a tenant sees of an adapter that it shares by its bytes with another."""
+"""Lists of adapters a page at a time, and what a tenant sees of an adapter that it shares by its bytes with
+another.
+"""
 
 from __future__ import annotations
 

@@ -76,7 +76,8 @@ def test_deaths_while_adapters_load(tmp_path: Path) -> None:
             right = await tokens(server)
             engine = child(server.process.pid, "process.engine_process")
 
-            # The loader dies with fetches in hand: they fail, are asked for again, and every request is answered.
+            # The loader dies with fetches in hand: they fail, are asked for again, and every request is
+            # answered.
             await make_cold(server)
             loader = child(engine, "images.loader_process")
             os.kill(loader, signal.SIGSTOP)
@@ -88,7 +89,8 @@ def test_deaths_while_adapters_load(tmp_path: Path) -> None:
             assert [answer.json()["choices"][0]["token_ids"] for answer in answers] == list(right.values())
             assert child(engine, "images.loader_process") != loader
 
-            # The engine dies with loads under way: open requests end typed, and a new one has its adapters back.
+            # The engine dies with loads under way: open requests end typed, and a new one has its adapters
+            # back.
             await make_cold(server)
             assert (await server.http.post("/v1/adapters/a0/pin")).status_code == 200
             os.kill(child(engine, "images.loader_process"), signal.SIGSTOP)

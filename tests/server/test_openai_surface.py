@@ -1,6 +1,8 @@
-"""The `openai` client's whole surface, synchronous and asynchronous, against a server process with a real engine.
+"""The `openai` client's whole surface, synchronous and asynchronous, against a server process with a real
+engine.
 
-The model has random weights and a byte-level tokenizer: what it says is noise, how it says it is what is tested.
+The model has random weights and a byte-level tokenizer: what it says is noise, how it says it is what is
+tested.
 """
 
 from __future__ import annotations

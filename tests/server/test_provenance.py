@@ -1,4 +1,6 @@
-"""What answered a request can be asked for by its id: digests, attempt, generations; by its tenant and by admins."""
+"""What answered a request can be asked for by its id: digests, attempt, generations; by its tenant and by
+admins.
+"""
 
 from __future__ import annotations
 

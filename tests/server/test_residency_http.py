@@ -1,4 +1,6 @@
-"""Pins, prefetch, revocation, limits and draining swaps over HTTP: what the engine is asked, and what callers hear."""
+"""Pins, prefetch, revocation, limits and draining swaps over HTTP: what the engine is asked, and what callers
+hear.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A server's life as a process: start, signals, a killed engine, adapters of the command line, refusals to start."""
+"""A server's life as a process: start, signals, a killed engine, adapters of the command line, refusals to
+start.
+"""
 
 from __future__ import annotations
 

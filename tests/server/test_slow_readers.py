@@ -1,4 +1,6 @@
-"""Who does not read his answer is given up after a bounded time: his requests end, and nothing of his keeps a revision."""
+"""Who does not read his answer is given up after a bounded time: his requests end, and nothing of his keeps a
+revision.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Many clients for a while, some of which leave in the middle: every answer is right, nothing is left, memory is flat.
+"""Many clients for a while, some of which leave in the middle: every answer is right, nothing is left, memory
+is flat.
 
-The engine is the real one over the virtual device, whose tokens prove history and adapter. LORAPLEX_SOAK_S says for how
-many seconds; `python -m tests.server.test_soak_long` prints the figures.
+The engine is the real one over the virtual device, whose tokens prove history and adapter. LORAPLEX_SOAK_S
+says for how many seconds; `python -m tests.server.test_soak_long` prints the figures.
 """
 
 from __future__ import annotations

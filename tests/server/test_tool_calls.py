@@ -314,7 +314,9 @@ def test_what_is_not_done_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_form_is_a_model_s_an_adapter_s_or_given(tmp_path: Path) -> None:
-    """The base's template is Mistral's; one adapter's card says otherwise, and an option speaks of another one."""
+    """The base's template is Mistral's; one adapter's card says otherwise, and an option speaks of another
+    one.
+    """
 
     async def test(front: Front) -> None:
         front.say(CALL)

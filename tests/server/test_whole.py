@@ -1,4 +1,6 @@
-"""The shipping application in a server process: what clients see of killed engines, drains, and clients that misbehave."""
+"""The shipping application in a server process: what clients see of killed engines, drains, and clients that
+misbehave.
+"""
 
 from __future__ import annotations
 

@@ -49,7 +49,9 @@ _RESERVED: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port for one server: nobody else is given it, because a socket is bound to it that lets a listener share."""
+    """A port for one server: nobody else is given it, because a socket is bound to it that lets a listener
+    share.
+    """
     probe = socket.socket()
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     probe.bind(("127.0.0.1", 0))

@@ -55,7 +55,8 @@ def blind(patch: Patch) -> None:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One broken invariant. expected: checkers of which one must see it. kinds: fault kinds that bring it to light.
+    """One broken invariant. expected: checkers of which one must see it. kinds: fault kinds that bring it to
+    light.
 
     small: most adapters take a block of a slab page. cached: prefixes are.
     """
@@ -128,7 +129,9 @@ def a_reserved_page_stays_free(patch: Patch) -> None:
 
 @mutant("late_write", "equal_output", "one_owner", "ends_once", "discards", "crash", copy_stream=True)
 def pages_are_reused_while_a_launch_names_them(patch: Patch) -> None:
-    """Both defences go: that a request keeps its pages while it is in flight, and that a copy waits for the fence."""
+    """Both defences go: that a request keeps its pages while it is in flight, and that a copy waits for the
+    fence.
+    """
 
     def settle(state: EngineState, record: Any) -> None:
         if record.slot >= 0:

@@ -1,4 +1,6 @@
-"""Seeds of the simulator: nothing wrong while faults strike, everything finished after them, one seed one timeline."""
+"""Seeds of the simulator: nothing wrong while faults strike, everything finished after them, one seed one
+timeline.
+"""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ def scored(ids: Sequence[int]) -> Tokens:
 def assemble(
     params: SamplingParams, cuts: Sequence[int] = (), codec: TextCodec | None = CODEC
 ) -> tuple[Piece, SampleAssembly, list[int]]:
-    """The answer of all of IDS, in messages that begin at `cuts`; and what the engine was told to finish with."""
+    """The answer of all of IDS, in messages that begin at `cuts`; and what the engine was told to finish
+    with.
+    """
     sample, piece, told = SampleAssembly(0, codec, params, ()), Piece(0), []
     edges = [0, *sorted(cuts), len(IDS)]
     messages = [scored(IDS[low:high]) for low, high in itertools.pairwise(edges)]
@@ -71,7 +73,9 @@ def test_a_stop_string_ends_text_tokens_and_log_probabilities_at_its_last_token(
 
 
 def test_a_stop_string_of_a_broken_character_completes_with_the_end() -> None:
-    """The last bytes are no character until the answer is over: they become U+FFFD, which may be the stop string."""
+    """The last bytes are no character until the answer is over: they become U+FFFD, which may be the stop
+    string.
+    """
     sample, piece = SampleAssembly(0, CODEC, SamplingParams(stop="\ufffd"), ()), Piece(0)
     start = CODEC.encode("\u00e9", add_special=False)[:1]
     assert sample.take(Tokens("r", tuple(start)), piece) is None

@@ -1,4 +1,6 @@
-"""What a client says of a prompt's KV rows: where an adapter is invoked, under which history, with which keys."""
+"""What a client says of a prompt's KV rows: where an adapter is invoked, under which history, with which
+keys.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Small tokenizers for tests, built with the library itself: byte-level with a few merges, and metaspace with bytes."""
+"""Small tokenizers for tests, built with the library itself: byte-level with a few merges, and metaspace with
+bytes.
+"""
 
 from __future__ import annotations
 

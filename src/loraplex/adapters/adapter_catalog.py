@@ -1,8 +1,8 @@
 """The adapters of one server or one `LLM`: the durable catalog, and the view of it that look-ups use.
 
 `AdapterCatalog` keeps the two in step: what it publishes it sees at once, what other servers published after
-`refresh`. Without a URL the catalog is an SQLite database in memory, forgotten with its process; the code is the same.
-Its changes are synchronous and may wait for a disk: an event loop calls them from another thread.
+`refresh`. Without a URL the catalog is an SQLite database in memory, forgotten with its process; the code is
+the same. Its changes are synchronous and may wait for a disk: an event loop calls them from another thread.
 
 Specification: 0x07F; rulings "Leases".
 """
@@ -165,11 +165,15 @@ class AdapterCatalog:
         return self._see(generation, AliasState(revision.alias_key, revision.revision, None))
 
     def gone(self, revision: Revision) -> list[Revision]:
-        """Let look-ups see a removal before everything that the store has recorded; returns what is no longer current."""
+        """Let look-ups see a removal before everything that the store has recorded; returns what is no longer
+        current.
+        """
         return self.view.ahead(AliasState(revision.alias_key, revision.revision, None))
 
     def _catch_up(self, generation: int) -> None:
-        """See what others published before a change of ours; the change stands, whether or not that can be read."""
+        """See what others published before a change of ours; the change stands, whether or not that can be
+        read.
+        """
         if self.view.generation < generation:
             try:
                 self.refresh()

@@ -1,7 +1,9 @@
-"""What is said of adapters to whom: the engine's figures beside the catalog's, and of them what a tenant may know.
+"""What is said of adapters to whom: the engine's figures beside the catalog's, and of them what a tenant may
+know.
 
-An adapter may be shared, by its bytes, with tenants that know nothing of each other. What others do with it, their pins
-and their requests, shows to the operator alone. Specification: rulings "Tenants", interface "HTTP".
+An adapter may be shared, by its bytes, with tenants that know nothing of each other. What others do with it,
+their pins and their requests, shows to the operator alone. Specification: rulings "Tenants", interface
+"HTTP".
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ _OF_EVERYBODY: Final = ("slot", "generation", "slot_leases", "pins", "failures")
 
 
 def live_entries(figures: Mapping[str, Any]) -> dict[str, Entry]:
-    """The engine's entries by semantic digest, without those on their way out. figures: its answer to `Inspect`."""
+    """The engine's entries by semantic digest, without those on their way out. figures: its answer to
+    `Inspect`.
+    """
     return {entry["key"]: entry for entry in figures["adapters"] if not entry["removing"]}
 
 

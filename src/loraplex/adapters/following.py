@@ -1,7 +1,8 @@
-"""What other servers publish into a shared catalog, seen here: names move at once, their consequences follow in order.
+"""What other servers publish into a shared catalog, seen here: names move at once, their consequences follow
+in order.
 
-`look` never waits for the engine, so that a name is never older than the database's last answer. What a look means for
-pins and for revoked adapters is queued, and done while nobody else changes names or registrations.
+`look` never waits for the engine, so that a name is never older than the database's last answer. What a look
+means for pins and for revoked adapters is queued, and done while nobody else changes names or registrations.
 
 Specification: 0x07F, 0x07I; rulings "Leases".
 """
@@ -25,7 +26,8 @@ from loraplex.process.tasks import reported
 
 _log: Final = logging.getLogger(__name__)
 FOLLOW_EVERY_S: Final = 0.5
-"""How often a shared catalog is asked whether others published: how long a removal elsewhere may go unseen."""
+"""How often a shared catalog is asked whether others published: how long a removal elsewhere may go unseen.
+"""
 
 
 class Following:
@@ -63,7 +65,9 @@ class Following:
         return [*self.background, *([] if self._follower is None else [self._follower])]
 
     async def look(self) -> None:
-        """See what others published: names, now; superseded adapters leave, and new ones are read, in the background."""
+        """See what others published: names, now; superseded adapters leave, and new ones are read, in the
+        background.
+        """
         before = {revision.key for revision in self._catalog}
         view = self._catalog.view
         changes = await self._changes(view.generation)
@@ -106,7 +110,9 @@ class Following:
             self._settler = None
 
     async def _follow_pin(self, alias_key: AliasKey) -> None:
-        """Somebody else moved an alias: its pin leaves the old revision and, once the new one is read, takes that."""
+        """Somebody else moved an alias: its pin leaves the old revision and, once the new one is read, takes
+        that.
+        """
         current, controls = self._catalog.view.now(alias_key), self._life.controls
         if controls.pinned_key(alias_key) in (None, None if current is None else current.key):
             return
@@ -115,13 +121,17 @@ class Following:
             self._reading.later((), [current])
 
     async def pin_again(self, revision: Revision) -> None:
-        """A revision that was read in the background takes the pin of its alias, if somebody else had moved that."""
+        """A revision that was read in the background takes the pin of its alias, if somebody else had moved
+        that.
+        """
         async with self._lock:
             if self._catalog.view.now(revision.alias_key) == revision:
                 await self._life.controls.pay_pin(revision.alias_key, revision.key)
 
     async def follow(self, every_s: float = FOLLOW_EVERY_S) -> None:
-        """Keep seeing what other servers publish, until cancelled. A catalog that does not answer is asked again."""
+        """Keep seeing what other servers publish, until cancelled. A catalog that does not answer is asked
+        again.
+        """
         silent = False
         while True:
             await asyncio.sleep(every_s)

@@ -1,9 +1,11 @@
-"""What the engine holds, and why: adapters that names stand for, adapters that requests are bound to, images on disk.
+"""What the engine holds, and why: adapters that names stand for, adapters that requests are bound to, images
+on disk.
 
-A ledger: it is told what happened and answers questions; what happens is for `lifecycle.py`. An image is given up when
-no name stands for its adapter, the engine has none of it, nothing is bound to it and no preparation may name it. Whether
-the engine has an adapter is written down before the message is sent that takes it away and, while one is sent that brings
-it, as *arriving*: between a question and its answer nobody else sees the state of before.
+A ledger: it is told what happened and answers questions; what happens is for `lifecycle.py`. An image is
+given up when no name stands for its adapter, the engine has none of it, nothing is bound to it and no
+preparation may name it. Whether the engine has an adapter is written down before the message is sent that
+takes it away and, while one is sent that brings it, as *arriving*: between a question and its answer nobody
+else sees the state of before.
 
 Specification: 0x07H (leases); rulings "Leases".
 """
@@ -23,8 +25,8 @@ def _ignore(key: str) -> None:
 
 
 class HeldAdapters:
-    """Adapters by semantic digest. known: prepared here, with an image in the store. failures: what the engine refused
-    to let go. released: called with a key to which nothing is bound any more.
+    """Adapters by semantic digest. known: prepared here, with an image in the store. failures: what the
+    engine refused to let go. released: called with a key to which nothing is bound any more.
     """
 
     def __init__(self, named: Callable[[str], bool], reclaim: Callable[[str], object]) -> None:
@@ -69,7 +71,9 @@ class HeldAdapters:
 
     @asynccontextmanager
     async def prepared(self, work: Awaitable[PreparedAdapter]) -> AsyncIterator[PreparedAdapter]:
-        """Prepare an adapter; until the context ends, no image is reclaimed that it may have found in the store."""
+        """Prepare an adapter; until the context ends, no image is reclaimed that it may have found in the
+        store.
+        """
         self._preparing += 1
         try:
             prepared = await work
@@ -83,7 +87,8 @@ class HeldAdapters:
     def arriving(self, prepared: PreparedAdapter) -> Iterator[None]:
         """The engine is told of an adapter. It has it afterwards, unless it refused.
 
-        Whoever is cancelled meanwhile does not hear the answer: then it may have it, and is asked to let it go.
+        Whoever is cancelled meanwhile does not hear the answer: then it may have it, and is asked to let it
+        go.
         """
         key = prepared.identity.semantic
         self._arriving[key] += 1
@@ -103,7 +108,9 @@ class HeldAdapters:
 
     @contextmanager
     def leaving(self, key: str) -> Iterator[bool]:
-        """The engine is told to let an adapter go, whose image stays until it has. Yields whether it may have it."""
+        """The engine is told to let an adapter go, whose image stays until it has. Yields whether it may have
+        it.
+        """
         there = key in self._registered or self._arriving[key] > 0
         self._registered.discard(key)
         self._leaving[key] += 1

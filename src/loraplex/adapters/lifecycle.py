@@ -1,4 +1,5 @@
-"""The life of an adapter under its name: prepare, register, shadow, publish, retire; each step beside what undoes it.
+"""The life of an adapter under its name: prepare, register, shadow, publish, retire; each step beside what
+undoes it.
 
 | step | done by | undone by, before the publication |
 |---|---|---|
@@ -8,15 +9,17 @@
 | publish | `CatalogStore.publish`, one transaction | nothing: this is the point of no return |
 | retire | `leave`, when no name and no request needs the old one | nothing |
 
-A name is published only after the engine has its adapter, and the old adapter leaves only after the name points
-elsewhere. What fails before the publication leaves everything as it was; what fails after it is reported, and the
-publication stands. Two names may share one artifact, which leaves the engine with the last of them.
+A name is published only after the engine has its adapter, and the old adapter leaves only after the name
+points elsewhere. What fails before the publication leaves everything as it was; what fails after it is
+reported, and the publication stands. Two names may share one artifact, which leaves the engine with the last
+of them.
 
-The steps are the same for a server and for `LLM`; how they wait is a `Shell`'s: a server's (`manager.py`) holds a lock,
-puts cancellations off and uses a thread, `LLM`'s (`plain_shell.py`) just calls. Never reads adapter files itself and never
-touches pages.
+The steps are the same for a server and for `LLM`; how they wait is a `Shell`'s: a server's (`manager.py`)
+holds a lock, puts cancellations off and uses a thread, `LLM`'s (`plain_shell.py`) just calls. Never reads
+adapter files itself and never touches pages.
 
-Specification: 0x07F (swap by compare-and-set), 0x07G (shadow), 0x07H (leases), 0x07I (revocation); rulings "Leases".
+Specification: 0x07F (swap by compare-and-set), 0x07G (shadow), 0x07H (leases), 0x07I (revocation); rulings
+"Leases".
 """
 
 from __future__ import annotations
@@ -85,8 +88,9 @@ class Shell(Protocol):
 class Change:
     """A publication as it is asked for. expected: the revision to replace, None for whatever is current.
 
-    drain: ask for no room beside the old revision: the alias moves at once, its new requests queue, and the new revision
-    loads into what the old one leaves. text: whose text its requests use, None for the server's default.
+    drain: ask for no room beside the old revision: the alias moves at once, its new requests queue, and the
+    new revision loads into what the old one leaves. text: whose text its requests use, None for the server's
+    default.
     """
 
     mode: Mode
@@ -110,7 +114,9 @@ class Lifecycle:
         shell: Shell,
         texts: RevisionTexts | None = None,
     ) -> None:
-        """reclaim: called with the kernel digest of an image that no revision names any more. texts: of a base with text."""
+        """reclaim: called with the kernel digest of an image that no revision names any more. texts: of a
+        base with text.
+        """
         self.texts = RevisionTexts() if texts is None else texts
         self.held = HeldAdapters(catalog.shares, reclaim)
         self.controls = ResidencyControls(engine)
@@ -123,8 +129,8 @@ class Lifecycle:
     # Publications
 
     async def change(self, wanted: Change) -> Revision:
-        """Prepare and publish. Raises where the change cannot be made: before anything is read, and once more when nobody
-        else changes names any more.
+        """Prepare and publish. Raises where the change cannot be made: before anything is read, and once more
+        when nobody else changes names any more.
         """
         self._check(wanted)
         async with self._fitting(wanted) as prepared, self._shell.alone():
@@ -132,7 +138,9 @@ class Lifecycle:
             return await self._shell.whole(lambda commit: self._publish(wanted, prepared, commit))
 
     async def put_unless(self, wanted: Change, seen: Revision) -> Revision | None:
-        """`change`, unless its source still holds what `seen` was published from: then whatever is current stays."""
+        """`change`, unless its source still holds what `seen` was published from: then whatever is current
+        stays.
+        """
         async with self._fitting(wanted) as prepared, self._shell.alone():
             if prepared.identity.semantic != seen.key:
                 return await self._shell.whole(lambda commit: self._publish(wanted, prepared, commit))
@@ -206,7 +214,8 @@ class Lifecycle:
     def as_read(self, revision: Revision) -> dict[str, Any]:
         """What only a revision's files tell, and whose text it uses, as the adapter's JSON says it.
 
-        shares_base_prefix: whether the base's prefixes serve it. Nothing is noted, and the last is None, before its files were read here.
+        shares_base_prefix: whether the base's prefixes serve it. Nothing is noted, and the last is None,
+        before its files were read here.
         """
         number, notes = self._notes.get(revision.alias_key, (0, ()))
         prepared = self.held.known.get(revision.key)
@@ -221,7 +230,9 @@ class Lifecycle:
         }
 
     async def register(self, prepared: PreparedAdapter) -> None:
-        """Have the engine know an adapter. Alone; raises `adapter_revoked` for what was revoked, also meanwhile."""
+        """Have the engine know an adapter. Alone; raises `adapter_revoked` for what was revoked, also
+        meanwhile.
+        """
         key = prepared.identity.semantic
         self.controls.require_not_revoked(key)
         if key not in self.held:
@@ -258,10 +269,12 @@ class Lifecycle:
 
     @asynccontextmanager
     async def _shadow(self, wanted: Change, old: str | None, new: str) -> AsyncIterator[None]:
-        """Around a publication: the new adapter beside the old one and pinned like it before, the old pin's end after.
+        """Around a publication: the new adapter beside the old one and pinned like it before, the old pin's
+        end after.
 
-        A swap of an adapter that is on the device copies the new revision beside it before the alias moves; without room
-        it is refused with the shortfall, unless it drains. Once the publication is made, what the engine refuses is logged.
+        A swap of an adapter that is on the device copies the new revision beside it before the alias moves;
+        without room it is refused with the shortfall, unless it drains. Once the publication is made, what
+        the engine refuses is logged.
         """
         if old is None or old == new:
             yield
@@ -288,7 +301,9 @@ class Lifecycle:
     # The end of names
 
     async def remove(self, alias_key: AliasKey, actor: str = OPERATOR) -> Revision:
-        """Take an alias away. It is unknown at once; its adapter leaves the engine when nothing uses it any more."""
+        """Take an alias away. It is unknown at once; its adapter leaves the engine when nothing uses it any
+        more.
+        """
         async with self._shell.alone():
             return await self._to_its_end(self._remove(alias_key, actor))
 
@@ -314,7 +329,8 @@ class Lifecycle:
     ) -> list[Revision]:
         """Take away every name of what an alias stands for, and end its requests; nothing publishes it again.
 
-        caller: the tenant that asks, None for the operator; `forbidden` when names of other namespaces would go.
+        caller: the tenant that asks, None for the operator; `forbidden` when names of other namespaces would
+        go.
         """
         async with self._shell.alone():
             key = self._catalog.current(alias_key).key
@@ -334,10 +350,11 @@ class Lifecycle:
         return gone
 
     async def end(self, key: str, *, everywhere: bool) -> None:
-        """End an adapter and every request on it, if the engine has it. Alone; refusals are kept in `held.failures`.
+        """End an adapter and every request on it, if the engine has it. Alone; refusals are kept in
+        `held.failures`.
 
-        everywhere: it is never registered again; otherwise a tenant ended it for itself, and a name of somebody else's
-        keeps it.
+        everywhere: it is never registered again; otherwise a tenant ended it for itself, and a name of
+        somebody else's keeps it.
         """
         if everywhere:
             self.controls.forbid(key)

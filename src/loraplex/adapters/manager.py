@@ -1,11 +1,12 @@
 """Adapters by name in a server: the asynchronous shell around the life of an adapter (`lifecycle.py`).
 
-Owns the lock under which names and registrations change, the thread that waits for the database, and the tasks in which
-adapters are read (`reading.py`), leave (`retiring.py`) and others' publications are followed (`following.py`).
+Owns the lock under which names and registrations change, the thread that waits for the database, and the
+tasks in which adapters are read (`reading.py`), leave (`retiring.py`) and others' publications are followed
+(`following.py`).
 
-The catalog may know revisions that this process has never read: those of an earlier run, and those that another server
-published. They are read from their source when they are first asked for, or in the background, and served only if
-their digest is the recorded one. Database calls run in a thread of their own.
+The catalog may know revisions that this process has never read: those of an earlier run, and those that
+another server published. They are read from their source when they are first asked for, or in the background,
+and served only if their digest is the recorded one. Database calls run in a thread of their own.
 
 Specification: 0x07F (swap by compare-and-set), 0x07H (leases), rulings "Leases".
 """
@@ -103,7 +104,9 @@ class AdapterService(CatalogNames):
         return self._locked()
 
     async def whole(self, work: Callable[[Commit], Coroutine[Any, Any, T]]) -> T:
-        """Do work that a cancellation undoes before its commit; one that comes later is raised when all is done."""
+        """Do work that a cancellation undoes before its commit; one that comes later is raised when all is
+        done.
+        """
         change = Unbroken()
         return await change.run(work(change.commit))
 
@@ -116,7 +119,9 @@ class AdapterService(CatalogNames):
         await self._following.look()
 
     async def ready(self, revision: Revision) -> None:
-        """Have the engine know a revision, reading it first where this process never did. See `Reading.ready`."""
+        """Have the engine know a revision, reading it first where this process never did. See
+        `Reading.ready`.
+        """
         await self._reading.ready(revision)
 
     async def retire(self, key: str) -> None:
@@ -151,8 +156,8 @@ class AdapterService(CatalogNames):
     async def find_revision(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
         """`resolve`, and `alias@revision` of a superseded revision, as the catalog recorded it.
 
-        A name that is not known may have been published elsewhere a moment ago: a shared catalog is asked once more before
-        it is refused. Raises `model_not_found`, `adapter_revoked`.
+        A name that is not known may have been published elsewhere a moment ago: a shared catalog is asked
+        once more before it is refused. Raises `model_not_found`, `adapter_revoked`.
         """
         try:
             return self._catalog.resolve(name, tenant)
@@ -189,8 +194,8 @@ class AdapterService(CatalogNames):
     ) -> Revision:
         """Publish a new revision of an alias. expected: the revision to replace; another one is a conflict.
 
-        The new one is on the device before the alias moves, if the old one is; `pool_exhausted` where there is no room
-        for both. drain: move the alias at once, and load the new one into what the old one leaves.
+        The new one is on the device before the alias moves, if the old one is; `pool_exhausted` where there
+        is no room for both. drain: move the alias at once, and load the new one into what the old one leaves.
         """
         return await self._life.change(Change(Mode.SWAP, alias_key, source, expected, actor, drain))
 
@@ -217,7 +222,9 @@ class AdapterService(CatalogNames):
         return await self._life.put_unless(Change(Mode.PUT, alias_key, source, actor=actor), seen)
 
     async def remove(self, alias_key: AliasKey, actor: str = OPERATOR) -> Revision:
-        """Take an alias away. It is unknown at once; its adapter leaves the engine when nothing uses it any more."""
+        """Take an alias away. It is unknown at once; its adapter leaves the engine when nothing uses it any
+        more.
+        """
         return await self._life.remove(alias_key, actor)
 
     async def revoke(
@@ -249,7 +256,9 @@ class AdapterService(CatalogNames):
         await self._following.follow(every_s)
 
     def begin(self) -> None:
-        """Read what the catalog knew when this process began, and follow it if it is shared; both in the background."""
+        """Read what the catalog knew when this process began, and follow it if it is shared; both in the
+        background.
+        """
         self._reading.later(self._catalog)
         if self._catalog.shared:
             self._following.begin()
@@ -278,7 +287,9 @@ class AdapterService(CatalogNames):
     # Questions
 
     async def describe(self, alias_key: AliasKey, viewer: str | None = None) -> dict[str, Any]:
-        """One adapter with the engine's view of it (interface "HTTP"). viewer: the tenant that asks, None for the operator."""
+        """One adapter with the engine's view of it (interface "HTTP"). viewer: the tenant that asks, None for
+        the operator.
+        """
         revision = self._catalog.current(alias_key)
         figures = await self._engine.call(Inspect(0, (revision.key,)))
         return self._described(revision, live_entries(figures).get(revision.key, {}), viewer)
@@ -286,7 +297,8 @@ class AdapterService(CatalogNames):
     async def describe_some(
         self, tenant: str, viewer: str | None, after: str | None, limit: int
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Of the adapters that a tenant may list, by name, the first `limit` after a name; and whether there are more.
+        """Of the adapters that a tenant may list, by name, the first `limit` after a name; and whether there
+        are more.
 
         The engine is asked once, about these alone. viewer: as in `describe`.
         """
@@ -306,7 +318,9 @@ class AdapterService(CatalogNames):
         return {**revision.describe(seen), **self._life.as_read(revision)}
 
     def seen_by(self, viewer: str, live: Entry, revisions: Sequence[Revision]) -> dict[str, Any]:
-        """An engine's entry as a tenant may see it. revisions: what the tenant may list of the entry's adapter."""
+        """An engine's entry as a tenant may see it. revisions: what the tenant may list of the entry's
+        adapter.
+        """
         own = [revision.alias_key for revision in revisions if revision.namespace == viewer]
         return for_tenant(live, self.requests_of(viewer, live["key"]), any(map(self.controls.pinned, own)))
 

@@ -1,4 +1,5 @@
-"""What names mean at this moment, to whom: questions to the catalog as this process sees it, answered without waiting.
+"""What names mean at this moment, to whom: questions to the catalog as this process sees it, answered without
+waiting.
 
 Specification: rulings "Tenants".
 """
@@ -55,5 +56,7 @@ class CatalogNames:
         return self._catalog.view.target(tenant, name)
 
     def owned(self, name: str, tenant: str = DEFAULT_NAMESPACE) -> Revision:
-        """What a tenant means by a name that it changes; raises `adapter_not_found`, and `forbidden` for others'."""
+        """What a tenant means by a name that it changes; raises `adapter_not_found`, and `forbidden` for
+        others'.
+        """
         return self._catalog.view.owned(tenant, name)

@@ -1,4 +1,5 @@
-"""How the life of an adapter waits in `LLM`: not at all. One thread, no event loop, a catalog that is nobody else's.
+"""How the life of an adapter waits in `LLM`: not at all. One thread, no event loop, a catalog that is nobody
+else's.
 
 Specification: interface "Python".
 """

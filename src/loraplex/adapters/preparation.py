@@ -1,4 +1,5 @@
-"""Preparing adapters for the engine of the moment, in the preparation processes, with room made in a full artifact store.
+"""Preparing adapters for the engine of the moment, in the preparation processes, with room made in a full
+artifact store.
 
 Never registers or publishes anything. Specification: rulings "Loading", "Start-up".
 """
@@ -30,7 +31,8 @@ async def _nothing() -> tuple[set[str], set[str]]:
 class Preparation:
     """Prepares adapters for the engine of the moment; set up when the engine has said what it is.
 
-    named: keys in the artifact store that (current, superseded) revisions name, asked for when the store is full.
+    named: keys in the artifact store that (current, superseded) revisions name, asked for when the store is
+    full.
     """
 
     def __init__(
@@ -63,8 +65,9 @@ class Preparation:
         )
 
     async def __call__(self, source: str, content: str | None = None) -> PreparedAdapter:
-        """Prepare the adapter in `source`. A full artifact store is first cleared of what no revision names, then of
-        what only superseded revisions name. Raises `adapter_base_mismatch` with `strict_base`, for another base's.
+        """Prepare the adapter in `source`. A full artifact store is first cleared of what no revision names,
+        then of what only superseded revisions name. Raises `adapter_base_mismatch` with `strict_base`, for
+        another base's.
         """
         prepared = await self._prepared(source, content)
         if self._strict_base:

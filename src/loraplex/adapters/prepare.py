@@ -1,4 +1,5 @@
-"""From a folder to a registered image: fetch, verify, hash, convert, store. Heavy, and never on the step loop.
+"""From a folder to a registered image: fetch, verify, hash, convert, store. Heavy, and never on the step
+loop.
 
 Specification: architecture "A request's way" (4), rulings "Loading"; 0x01G.
 """
@@ -35,9 +36,9 @@ EXECUTABLE = frozenset(Method)
 class PreparedAdapter:
     """A verified adapter whose image lies in the store. register: the engine's message, with call id 0.
 
-    content: key of its files in the artifact store, None when they were read from a local folder. notes, companions, card:
-    of these files; another folder with the same function may have others. shares_base_prefix: whether KV rows that the base
-    made serve it, all or those before its invocation.
+    content: key of its files in the artifact store, None when they were read from a local folder. notes,
+    companions, card: of these files; another folder with the same function may have others.
+    shares_base_prefix: whether KV rows that the base made serve it, all or those before its invocation.
     """
 
     identity: AdapterIdentity
@@ -101,7 +102,8 @@ def prepare_source(
 ) -> PreparedAdapter:
     """`prepare_adapter` for any source: a remote one is downloaded into `artifacts` first.
 
-    content: the key that its files must have there. Raises as `prepare_adapter` and `ArtifactStore.reading` do.
+    content: the key that its files must have there. Raises as `prepare_adapter` and `ArtifactStore.reading`
+    do.
     """
     parsed = parse_source(os.fspath(source))
     if isinstance(parsed, LocalSource):

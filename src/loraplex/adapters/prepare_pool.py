@@ -1,11 +1,13 @@
-"""Adapter preparation in processes of its own, so that reading and hashing never hold up an event loop or a step.
+"""Adapter preparation in processes of its own, so that reading and hashing never hold up an event loop or a
+step.
 
-A child is started for its first preparation and prepares one adapter after the other. One that dies is replaced and the
-preparation in hand begun again, once; then it fails with a typed error. A preparation that takes longer than its bound,
-or whose caller is gone, ends with its child, and the next one starts another.
+A child is started for its first preparation and prepares one adapter after the other. One that dies is
+replaced and the preparation in hand begun again, once; then it fails with a typed error. A preparation that
+takes longer than its bound, or whose caller is gone, ends with its child, and the next one starts another.
 
-One child reads what is on this machine. What must be downloaded has others, each with one preparation at a time, so that a
-remote source that answers slowly, or never, holds up neither local folders nor, until there are many, other downloads.
+One child reads what is on this machine. What must be downloaded has others, each with one preparation at a
+time, so that a remote source that answers slowly, or never, holds up neither local folders nor, until there
+are many, other downloads.
 
 Specification: rulings "Loading", "Processes".
 """
@@ -77,8 +79,8 @@ class _Preparer:
     async def prepare(self, source: str, content: str | None) -> PreparedAdapter:
         """`prepare_source` in the child.
 
-        Raises what it raises; `adapter_load_failed` when children died of it, `adapter_too_costly` when it took too
-        long, `shutting_down` when it was closed.
+        Raises what it raises; `adapter_load_failed` when children died of it, `adapter_too_costly` when it
+        took too long, `shutting_down` when it was closed.
         """
         self.waiting += 1
         try:

@@ -1,7 +1,9 @@
-"""The preparation's process: reads, verifies and converts one adapter after the other, within a bound of memory.
+"""The preparation's process: reads, verifies and converts one adapter after the other, within a bound of
+memory.
 
-A child of `adapters.prepare_pool`, which sends one `PrepareOrder`, then a `PrepareAsk` for each adapter. It is niced. What
-asks for more memory than the bound ends as `adapter_too_costly`, and takes nothing from anybody else.
+A child of `adapters.prepare_pool`, which sends one `PrepareOrder`, then a `PrepareAsk` for each adapter. It
+is niced. What asks for more memory than the bound ends as `adapter_too_costly`, and takes nothing from
+anybody else.
 
 Specification: rulings "Loading", "Processes".
 """
@@ -39,8 +41,9 @@ class PrepareOrder(msgspec.Struct, frozen=True):
 
 
 class PrepareAsk(msgspec.Struct, frozen=True):
-    """Prepare an adapter. source: as bytes, for paths that are not UTF-8. content: key that its files must have in
-    the artifact store."""
+    """Prepare an adapter. source: as bytes, for paths that are not UTF-8. content: key that its files must
+    have in the artifact store.
+    """
 
     source: bytes
     content: str | None

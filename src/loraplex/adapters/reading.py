@@ -1,8 +1,9 @@
-"""Revisions that this process has not read: of an earlier run, of another server, and superseded ones that are named again.
+"""Revisions that this process has not read: of an earlier run, of another server, and superseded ones that
+are named again.
 
-Each is read from its source when it is asked for, or one at a time in the background, by one task however many ask; and
-it is served only if its digest is the recorded one. Never publishes.
-Specification: 0x01G; rulings "Identity".
+Each is read from its source when it is asked for, or one at a time in the background, by one task however
+many ask; and it is served only if its digest is the recorded one. Never publishes. Specification: 0x01G;
+rulings "Identity".
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class Reading:
     async def ready(self, revision: Revision) -> RevisionText:
         """Have the engine know a revision, reading it first where this process never did; whose text it uses.
 
-        Raises what its preparation raises; `adapter_source_changed` when the source holds something else by now,
-        `adapter_base_mismatch` when it was published for another base; `adapter_not_found` when it was removed meanwhile,
-        `adapter_revoked` when it was revoked.
+        Raises what its preparation raises; `adapter_source_changed` when the source holds something else by
+        now, `adapter_base_mismatch` when it was published for another base; `adapter_not_found` when it was
+        removed meanwhile, `adapter_revoked` when it was revoked.
         """
         key, held, texts = revision.key, self._life.held, self._life.texts
         which = (revision.alias_key, revision.revision)

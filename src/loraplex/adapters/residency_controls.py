@@ -1,4 +1,5 @@
-"""What operators ask of residency by alias: pins that follow it, prefetch, the end of what was revoked, limits.
+"""What operators ask of residency by alias: pins that follow it, prefetch, the end of what was revoked,
+limits.
 
 Keeps what an engine forgets when it restarts: pins and limits are given back by `restore`.
 
@@ -24,7 +25,9 @@ from loraplex.core.messages import (
 
 _log: Final = logging.getLogger(__name__)
 _GONE: Final = (ErrorCode.ENGINE_DIED, ErrorCode.ENGINE_UNAVAILABLE)
-"""What is said for an engine that died or was stopped: its successor knows nothing and gets it from `restore`."""
+"""What is said for an engine that died or was stopped: its successor knows nothing and gets it from
+`restore`.
+"""
 _HAS_NONE: Final = (ErrorCode.ADAPTER_NOT_FOUND, *_GONE)
 """What an engine says that does not have an adapter, or that is gone with all of them."""
 
@@ -63,7 +66,9 @@ class ResidencyControls:
         self._owed.discard(alias_key)
 
     async def pin_kept(self, alias_key: AliasKey, key: str) -> None:
-        """`pin`, where an engine that is gone does not take the pin with it: the next one is told of it by `restore`."""
+        """`pin`, where an engine that is gone does not take the pin with it: the next one is told of it by
+        `restore`.
+        """
         try:
             await self.pin(alias_key, key)
         except LoraplexError as error:
@@ -135,7 +140,9 @@ class ResidencyControls:
         return answer
 
     async def move_pin(self, alias_key: AliasKey, key: str) -> None:
-        """The pin of an alias that stands for something else by now goes there. What the engine refuses is logged."""
+        """The pin of an alias that stands for something else by now goes there. What the engine refuses is
+        logged.
+        """
         with _logged(alias_key):
             await self.unpin(alias_key)
         with _logged(alias_key):
@@ -151,7 +158,9 @@ class ResidencyControls:
                 await self._engine.call(PinAdapter(0, old, False))
 
     async def owe_pin(self, alias_key: AliasKey) -> None:
-        """Somebody else moved an alias: its pin leaves the old revision now, and takes the new one when that is read."""
+        """Somebody else moved an alias: its pin leaves the old revision now, and takes the new one when that
+        is read.
+        """
         with _logged(alias_key):
             await self.unpin(alias_key)
         self._owed.add(alias_key)

@@ -1,7 +1,8 @@
-"""Adapters on their way out of the engine of a server: each waits until nothing is bound to it, in a task of its own.
+"""Adapters on their way out of the engine of a server: each waits until nothing is bound to it, in a task of
+its own.
 
-A retirement ends with the adapter gone, or with a name that stands for it again. What is registered once more while its
-removal is under way is retired once more, by the same task. Specification: 0x07H; rulings "Leases".
+A retirement ends with the adapter gone, or with a name that stands for it again. What is registered once more
+while its removal is under way is retired once more, by the same task. Specification: 0x07H; rulings "Leases".
 """
 
 from __future__ import annotations

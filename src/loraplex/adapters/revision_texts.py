@@ -1,8 +1,8 @@
 """Whose text each revision's requests use: what its own files say, or the base's.
 
-Companions belong to a revision and not to an adapter: two folders of one function may have other templates. Owns what the
-files of revisions said and the choice of each; the codecs themselves are `text.codecs`'s. May be called from any thread.
-Specification: rulings "Text".
+Companions belong to a revision and not to an adapter: two folders of one function may have other templates.
+Owns what the files of revisions said and the choice of each; the codecs themselves are `text.codecs`'s. May
+be called from any thread. Specification: rulings "Text".
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Changes that a cancellation must not leave half made: undone before their commit, finished after it.
 
-A client that goes away cancels whoever works for it. What a thread has begun goes on all the same, so that a database may
-hold a change that this process then knew nothing of. Specification: 0x07F (publication is one point).
+A client that goes away cancels whoever works for it. What a thread has begun goes on all the same, so that a
+database may hold a change that this process then knew nothing of. Specification: 0x07F (publication is one
+point).
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ T = TypeVar("T")
 
 
 class Unbroken:
-    """One change. Until the work calls `commit`, a cancellation is passed on to it; from there on it is put off."""
+    """One change. Until the work calls `commit`, a cancellation is passed on to it; from there on it is put
+    off.
+    """
 
     def __init__(self) -> None:
         self._committing = False

@@ -1,6 +1,8 @@
-"""What `loraplex verify` does: an adapter's source is read as a server would read it, and nothing is registered.
+"""What `loraplex verify` does: an adapter's source is read as a server would read it, and nothing is
+registered.
 
-Progress goes to standard error. Never needs a server or a device. Specification: 0x01G; interface "Command line".
+Progress goes to standard error. Never needs a server or a device. Specification: 0x01G; interface "Command
+line".
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ def verify_source(
 ) -> Verification:
     """What a server would find in `adapter`, a folder or a remote source, over the base in the folder `base`.
 
-    dtype, page_tokens: as the server would be started. strict_base: another base's name refuses. text: whose chat template
-    and tokens its requests would use, "adapter" or "base". Raises the error with which a server would refuse it.
+    dtype, page_tokens: as the server would be started. strict_base: another base's name refuses. text: whose
+    chat template and tokens its requests would use, "adapter" or "base". Raises the error with which a server
+    would refuse it.
     """
     if page_tokens < 1:
         raise CallerError(

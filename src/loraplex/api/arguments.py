@@ -1,7 +1,8 @@
 """What a Python caller may pass to `LLM`, decoded as strictly as a request body.
 
-Whatever has another type is refused by name with a typed error before anything is submitted; nothing is converted that
-could mean something else: 1.7, True and "3" are no token ids. Arrays of integers are, by their `tolist`.
+Whatever has another type is refused by name with a typed error before anything is submitted; nothing is
+converted that could mean something else: 1.7, True and "3" are no token ids. Arrays of integers are, by their
+`tolist`.
 
 Specification: interface "Python".
 """
@@ -39,7 +40,8 @@ def _refuse(param: str, expectation: str, value: object) -> CallerError:
 
 
 def engine_config(own: Mapping[str, Any], options: Mapping[str, Any]) -> EngineConfig:
-    """The configuration that `LLM`'s arguments make. own: its fixed ones; options: further keywords of the caller.
+    """The configuration that `LLM`'s arguments make. own: its fixed ones; options: further keywords of the
+    caller.
 
     Raises `config_invalid` with the option at fault.
     """

@@ -1,8 +1,7 @@
 """`LLM`: the offline, in-process API over the same engine that the server drives.
 
-Registration and generation run in the caller's thread; nothing is asynchronous here. Several threads may generate at a
-time: what they ask runs in the same steps.
-Specification: interface "Python".
+Registration and generation run in the caller's thread; nothing is asynchronous here. Several threads may
+generate at a time: what they ask runs in the same steps. Specification: interface "Python".
 """
 
 from __future__ import annotations
@@ -75,7 +74,9 @@ _Given = str | list[int] | Conversation
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One prompt. revision: None for the base, also where it answers instead of an adapter that was not invoked."""
+    """One prompt. revision: None for the base, also where it answers instead of an adapter that was not
+    invoked.
+    """
 
     tokens: list[int]
     revision: Revision | None
@@ -87,10 +88,11 @@ class _Job:
 class LLM:
     """A base model with adapters, in this process.
 
-    model: folder with config.json, safetensors and, for text, a tokenizer. adapters: alias -> PEFT folder or remote
-    source. device: "cpu" or "cuda". dtype: "auto", "float32", "bfloat16" or "float16". pool_gb: page pool in GiB.
-    events: gets every event of the engine, in order, within the step that emits it; None for nobody. Further keywords are
-    those of `config.EngineConfig`. Raises typed `LoraplexError`s. Use as a context manager, or call `close`.
+    model: folder with config.json, safetensors and, for text, a tokenizer. adapters: alias -> PEFT folder or
+    remote source. device: "cpu" or "cuda". dtype: "auto", "float32", "bfloat16" or "float16". pool_gb: page
+    pool in GiB. events: gets every event of the engine, in order, within the step that emits it; None for
+    nobody. Further keywords are those of `config.EngineConfig`. Raises typed `LoraplexError`s. Use as a
+    context manager, or call `close`.
     """
 
     def __init__(
@@ -174,9 +176,11 @@ class LLM:
     # Adapters
 
     def add_adapter(self, alias: str, source: str | Path, *, text: str | None = None) -> dict[str, Any]:
-        """Register the adapter in `source`, a PEFT folder or a remote source, as `alias`; what was applied, or a typed error.
+        """Register the adapter in `source`, a PEFT folder or a remote source, as `alias`; what was applied,
+        or a typed error.
 
-        text: whose chat template, end tokens and added tokens its requests use, "adapter" (also for None) or "base".
+        text: whose chat template, end tokens and added tokens its requests use, "adapter" (also for None) or
+        "base".
         """
         self._require_open()
         alias, source = read_registration(alias, source)
@@ -193,8 +197,8 @@ class LLM:
     ) -> dict[str, Any]:
         """Publish a new revision under `alias`; requests under way finish on the one that they began with.
 
-        `pool_exhausted` where the pool has no room for both revisions; drain: ask for none beside the old one. text: as in
-        `add_adapter`.
+        `pool_exhausted` where the pool has no room for both revisions; drain: ask for none beside the old
+        one. text: as in `add_adapter`.
         """
         self._require_open()
         alias, source = read_registration(alias, source)
@@ -208,7 +212,9 @@ class LLM:
         run_now(self._adapters.remove(self._current(alias).alias_key))
 
     def pin_adapter(self, alias: str) -> dict[str, Any]:
-        """Keep what `alias` stands for on the device, through swaps; `pool_exhausted` where pins leave too little."""
+        """Keep what `alias` stands for on the device, through swaps; `pool_exhausted` where pins leave too
+        little.
+        """
         revision = self._current(alias)
         run_now(self._adapters.pin(revision.alias_key))
         return self._describe(revision)
@@ -236,7 +242,9 @@ class LLM:
         resident_adapters: int | None = None,
         host_gb: float | None = None,
     ) -> dict[str, Any]:
-        """Change what adapters may take; None leaves a limit as it is. All limits, and what is above them still."""
+        """Change what adapters may take; None leaves a limit as it is. All limits, and what is above them
+        still.
+        """
         self._require_open()
         pages = self._built.limits.num_pages - 1
         share = read_number("pool_share", pool_share, 0, 1)
@@ -276,7 +284,9 @@ class LLM:
         return {**revision.describe(live.get(revision.key, {})), **self._adapters.as_read(revision)}
 
     async def call(self, message: EngineCall) -> dict[str, Any]:
-        """What the life of adapters asks of an engine; over before it is awaited. Not meant for callers of `LLM`."""
+        """What the life of adapters asks of an engine; over before it is awaited. Not meant for callers of
+        `LLM`.
+        """
         return self._call(message)
 
     def _call(self, message: EngineCall) -> dict[str, Any]:
@@ -309,7 +319,9 @@ class LLM:
     def stream(
         self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """The answer to one prompt as it grows, the last one whole. Leaving the iterator withdraws the request."""
+        """The answer to one prompt as it grows, the last one whole. Leaving the iterator withdraws the
+        request.
+        """
         engine = self._opened()
         [job] = self._jobs(read_prompts(prompt), adapter, sampling)
         samples = self._asked(job)

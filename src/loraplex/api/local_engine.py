@@ -1,7 +1,8 @@
 """An engine in its callers' process: their threads step it, one at a time, until what they asked is answered.
 
-Owns the requests that are open, the replies that are awaited, and whose turn it is to step. What several threads ask at
-a time runs in the same steps; whoever steps serves all of them. Never reads arguments and never tokenises.
+Owns the requests that are open, the replies that are awaited, and whose turn it is to step. What several
+threads ask at a time runs in the same steps; whoever steps serves all of them. Never reads arguments and
+never tokenises.
 
 Specification: rulings "Processes" (the server and `LLM` drive the same engine).
 """
@@ -62,7 +63,9 @@ class LocalEngine:
         return reply.body
 
     def answer(self, samples: Sequence[OpenSample]) -> None:
-        """Have every sample answered. Raises the first one's error; in any failure what is still open is withdrawn."""
+        """Have every sample answered. Raises the first one's error; in any failure what is still open is
+        withdrawn.
+        """
         try:
             self.begin(samples)
             self._until(lambda: all(sample.assembly.over for sample in samples))
@@ -73,7 +76,9 @@ class LocalEngine:
             self.withdraw(samples)
 
     def growing(self, samples: Sequence[OpenSample]) -> Iterator[None]:
-        """Have samples answered; a turn each time that any has grown. Raises as `answer` does; leaving it withdraws them."""
+        """Have samples answered; a turn each time that any has grown. Raises as `answer` does; leaving it
+        withdraws them.
+        """
         seen = 0
 
         def grown() -> bool:
@@ -105,7 +110,9 @@ class LocalEngine:
         self._until(self._settled)
 
     def _settled(self) -> bool:
-        """Whether the engine has read everything and holds nothing of what was withdrawn; who still waits steps on."""
+        """Whether the engine has read everything and holds nothing of what was withdrawn; who still waits
+        steps on.
+        """
         return self._closed or (not self._mailbox.pending and (self._engine.idle or bool(self._open)))
 
     def close(self) -> None:

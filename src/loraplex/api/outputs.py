@@ -11,7 +11,9 @@ from loraplex.text.assembly import Piece
 
 @dataclass(slots=True)
 class Sample:
-    """One completion. logprobs[i]: token id -> log probability for the i-th token, the sampled one always in it."""
+    """One completion. logprobs[i]: token id -> log probability for the i-th token, the sampled one always in
+    it.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -23,9 +25,9 @@ class Sample:
 class RequestOutput:
     """Answer to one prompt. samples: all `n` completions; the short names speak of the first.
 
-    prompt_logprobs[i]: token id -> log probability at prompt position i (top entries and the actual token), None at
-    position 0. adapter: `alias@revision`, or None for the base. cached_tokens: of the prompt, whose KV rows were reused; with
-    several samples, the fewest.
+    prompt_logprobs[i]: token id -> log probability at prompt position i (top entries and the actual token),
+    None at position 0. adapter: `alias@revision`, or None for the base. cached_tokens: of the prompt, whose
+    KV rows were reused; with several samples, the fewest.
     """
 
     prompt_token_ids: list[int]

@@ -1,8 +1,9 @@
 """What an adapter's files say about their base, held against the base that is served.
 
-An adapter of another base with the same shapes computes something, only nothing that anybody trained; and a token that
-the base's tokenizer does not have is never sampled here. Neither can be proven from the weights, so both are said as
-notes, and a base of another name is refused only where that was asked for. Specification: 0x01G (base identity).
+An adapter of another base with the same shapes computes something, only nothing that anybody trained; and a
+token that the base's tokenizer does not have is never sampled here. Neither can be proven from the weights,
+so both are said as notes, and a base of another name is refused only where that was asked for. Specification:
+0x01G (base identity).
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _SHOWN: Final = 8
 class BaseFacts:
     """The served base, as far as it is not its modules.
 
-    names: that it goes by, as `base_names` gives them. commit: of the hub, where its folder says it. token_ids: ids that
-    its tokenizer knows, None without one. companions: its own chat template, end tokens and added tokens. strict: an adapter
-    that names another base or revision is refused.
+    names: that it goes by, as `base_names` gives them. commit: of the hub, where its folder says it.
+    token_ids: ids that its tokenizer knows, None without one. companions: its own chat template, end tokens
+    and added tokens. strict: an adapter that names another base or revision is refused.
     """
 
     names: frozenset[str]

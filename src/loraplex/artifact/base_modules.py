@@ -1,7 +1,7 @@
 """What an adapter has to know about a base model: its adaptable modules, their names and dimensions.
 
-Built by the model package from its own specification; holds plain numbers and names, never weights. `BaseTensors` is
-how the few methods that need base weights (DoRA, bias training) get them.
+Built by the model package from its own specification; holds plain numbers and names, never weights.
+`BaseTensors` is how the few methods that need base weights (DoRA, bias training) get them.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class BaseModule:
 class BaseModules:
     """All adaptable modules of a base.
 
-    layers: decoder layers. dims: (d_in, d_out) of each module that the base has; EMBED is (vocabulary, hidden).
-    biases: modules with a bias. names: name of each module, `{layer}` stands for the layer index. family: its
-    `model_type`, None where nobody knows. tied: the output layer shares the embedding's weights, or may.
+    layers: decoder layers. dims: (d_in, d_out) of each module that the base has; EMBED is (vocabulary,
+    hidden). biases: modules with a bias. names: name of each module, `{layer}` stands for the layer index.
+    family: its `model_type`, None where nobody knows. tied: the output layer shares the embedding's weights,
+    or may.
     """
 
     layers: int
@@ -69,9 +70,15 @@ class BaseModules:
 
     @staticmethod
     def llama(
-        *, layers: int, hidden: int, intermediate: int, q_dim: int, kv_dim: int, vocab: int,
+        *,
+        layers: int,
+        hidden: int,
+        intermediate: int,
+        q_dim: int,
+        kv_dim: int,
+        vocab: int,
         biases: frozenset[Module] = frozenset(),
-    ) -> BaseModules:  # fmt: skip
+    ) -> BaseModules:
         """The modules of a Llama-like decoder. q_dim, kv_dim: heads times head dimension."""
         dims = {
             Module.Q: (hidden, q_dim),

@@ -1,9 +1,10 @@
 """What a card, the README.md beside a model's or an adapter's files, says of its use.
 
-Three keys of the card's front matter (between two lines `---`), each a JSON string on one line: `tool_format`, how calls of
-tools are written, and of an activated adapter `alora_invocation`, the invocation as text, and `alora_chat_suffix`, with
-what a conversation ends in place of the chat template's own opening of an answer. Everything else in a card is for people. Never part of an adapter's identity: the same artifact under another
-card is the same function of the same tokens.
+Three keys of the card's front matter (between two lines `---`), each a JSON string on one line:
+`tool_format`, how calls of tools are written, and of an activated adapter `alora_invocation`, the invocation
+as text, and `alora_chat_suffix`, with what a conversation ends in place of the chat template's own opening of
+an answer. Everything else in a card is for people. Never part of an adapter's identity: the same artifact
+under another card is the same function of the same tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _FIELDS: Final = {"alora_invocation": "invocation", "alora_chat_suffix": "chat_s
 
 
 class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """invocation: as text. chat_suffix: text with which a conversation ends. tool_format: how calls of tools are written.
-    None: the card does not say.
+    """invocation: as text. chat_suffix: text with which a conversation ends. tool_format: how calls of tools
+    are written. None: the card does not say.
     """
 
     invocation: str | None = None
@@ -48,8 +49,8 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 def read_card(folder: Path, *, activated: bool) -> Card | None:
     """What the card of an adapter folder says; None where there is no card or it says nothing.
 
-    activated: whether the adapter has an invocation. Raises `adapter_config_invalid` for a key that is unknown, twice there,
-    no JSON string, or on the card of an adapter that is always on.
+    activated: whether the adapter has an invocation. Raises `adapter_config_invalid` for a key that is
+    unknown, twice there, no JSON string, or on the card of an adapter that is always on.
     """
     path = folder / CARD_FILE
     if not os.path.lexists(path):

@@ -1,9 +1,9 @@
 """Base weights that PEFT saves beside an adapter of the embedding or the output layer.
 
-PEFT writes the weights of both when either is a target or `save_embedding_layers` asks for it: as `base_layer.weight`
-where there is an adapter, as plain `weight` where there is none. They have no effect exactly when they equal the base's own,
-in the type that they were saved in or in the type that the base is served in; that is proven against the base, or the adapter
-is refused.
+PEFT writes the weights of both when either is a target or `save_embedding_layers` asks for it: as
+`base_layer.weight` where there is an adapter, as plain `weight` where there is none. They have no effect
+exactly when they equal the base's own, in the type that they were saved in or in the type that the base is
+served in; that is proven against the base, or the adapter is refused.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def check_carried(
 def _equal(tensor: Tensor, weight: F32Array, served: Dtype | None) -> bool:
     """Whether tensor and base are the same weights, rounded to the tensor's type or to the served one.
 
-    The second holds for a copy that was widened after training, or that the base here was rounded from: a server that took
-    it in the base's place would hold the same bits.
+    The second holds for a copy that was widened after training, or that the base here was rounded from: a
+    server that took it in the base's place would hold the same bits.
     """
     if _equal_in(tensor, weight, tensor.dtype):
         return True

@@ -1,7 +1,7 @@
 """Base weights by module, read from a Hugging Face folder when a method asks for them.
 
-Only what is asked for is read, as float32; nothing is kept. The server's own copy of the weights lives elsewhere and
-may be fused or rounded; this is the checkpoint itself, which adapters were trained against.
+Only what is asked for is read, as float32; nothing is kept. The server's own copy of the weights lives
+elsewhere and may be fused or rounded; this is the checkpoint itself, which adapters were trained against.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MAX_FILE_BYTES: Final = 1 << 40
 class CheckpointTensors:
     """`BaseTensors` over the safetensors files in `folder`, by the names of `base`.
 
-    A folder without output layer has it tied to the embedding. Files are opened for each question, so that a base
-    that nobody asks about costs nothing.
+    A folder without output layer has it tied to the embedding. Files are opened for each question, so that a
+    base that nobody asks about costs nothing.
     """
 
     def __init__(self, folder: str | os.PathLike[str], base: BaseModules) -> None:
@@ -34,7 +34,9 @@ class CheckpointTensors:
         self._files: dict[str, Path] | None = None
 
     def weight(self, layer: int, module: Module) -> F32Array:
-        """[d_out, d_in] of a linear module, [vocabulary, hidden] of the embedding; raises `model_weights_invalid`."""
+        """[d_out, d_in] of a linear module, [vocabulary, hidden] of the embedding; raises
+        `model_weights_invalid`.
+        """
         where = self._base.at(layer, module)
         embed = module is Module.EMBED
         found = self._read(f"{where.name}.weight")

@@ -1,8 +1,9 @@
-"""What lies beside an adapter's weights and says how its text is made: chat template, end tokens, added tokens.
+"""What lies beside an adapter's weights and says how its text is made: chat template, end tokens, added
+tokens.
 
-Owns reading these files, of which none is needed; each is bounded and read as data. Decides nothing about their use
-(`text.codecs` does). No digest covers them: they change what a request asks, never what an artifact computes.
-Specification: rulings "Text".
+Owns reading these files, of which none is needed; each is bounded and read as data. Decides nothing about
+their use (`text.codecs` does). No digest covers them: they change what a request asks, never what an artifact
+computes. Specification: rulings "Text".
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ SPECIAL_ROLES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep
 class Companions:
     """What a folder's files say about text. Everything is empty where they say nothing.
 
-    chat_template: its Jinja source. eos_token_ids: of generation_config.json, ascending. special: (role, text) of the
-    special tokens. added: (id, text) of the tokens beside the vocabulary's own, by id.
+    chat_template: its Jinja source. eos_token_ids: of generation_config.json, ascending. special: (role,
+    text) of the special tokens. added: (id, text) of the tokens beside the vocabulary's own, by id.
     """
 
     chat_template: str | None = None
@@ -65,7 +66,9 @@ NO_COMPANIONS: Final = Companions()
 
 
 def read_companions(folder: Path) -> Companions:
-    """The companions in a folder; raises `adapter_file_malformed` for a file that is there and cannot be read."""
+    """The companions in a folder; raises `adapter_file_malformed` for a file that is there and cannot be
+    read.
+    """
     config = _object(folder / TOKENIZER_CONFIG)
     special = tuple(
         (role, text) for role in SPECIAL_ROLES if (text := token_text(config.get(role))) is not None

@@ -1,9 +1,11 @@
-"""From logical factors to the kernel layout: rank rows in pages, scales apart, checksums over the converted bytes.
+"""From logical factors to the kernel layout: rank rows in pages, scales apart, checksums over the converted
+bytes.
 
-A is stored as [rank, d_in] rows, B transposed as [rank, d_out] rows, each factor in the extents that `core.layout`
-places; the scale is never folded into a factor. Vectors of general methods are float32 extents, made by `vectors`; the
-constant c is relative to the base's own bias, which the base GEMM adds (`identity.kernel.CONSTANT`).
-Specification: 0x02F (physical layout), 0x04D (pages from tensors), 0x06A (true rank).
+A is stored as [rank, d_in] rows, B transposed as [rank, d_out] rows, each factor in the extents that
+`core.layout` places; the scale is never folded into a factor. Vectors of general methods are float32 extents,
+made by `vectors`; the constant c is relative to the base's own bias, which the base GEMM adds
+(`identity.kernel.CONSTANT`). Specification: 0x02F (physical layout), 0x04D (pages from tensors), 0x06A (true
+rank).
 """
 
 from __future__ import annotations
@@ -49,8 +51,9 @@ def to_image(
 ) -> AdapterImage:
     """The artifact in kernel layout.
 
-    geometry: rank rows; its itemsize must be that of `dtype`. base_abi: H_base. base_tensors: needed by DoRA and
-    trained biases, rounded to `dtype` as a server holds them. shard: (rank, ranks) of tensor parallelism. Raises `adapter_not_finite` where a value does not fit `dtype`.
+    geometry: rank rows; its itemsize must be that of `dtype`. base_abi: H_base. base_tensors: needed by DoRA
+    and trained biases, rounded to `dtype` as a server holds them. shard: (rank, ranks) of tensor parallelism.
+    Raises `adapter_not_finite` where a value does not fit `dtype`.
     """
     extents, pages = place(geometry, module_shapes(artifact, shard))
     served = None if base_tensors is None else ServedTensors(base_tensors, dtype)
@@ -122,9 +125,16 @@ def extent_table(extents: Sequence[Extent]) -> npt.NDArray[np.int32]:
 
 def _row(extent: Extent) -> tuple[int, ...]:
     return (
-        extent.layer, int(extent.module), int(extent.factor), extent.rank_lo, extent.rank_n, extent.col_lo,
-        extent.col_n, extent.page, extent.offset,
-    )  # fmt: skip
+        extent.layer,
+        int(extent.module),
+        int(extent.factor),
+        extent.rank_lo,
+        extent.rank_n,
+        extent.col_lo,
+        extent.col_n,
+        extent.page,
+        extent.offset,
+    )
 
 
 def _stored(

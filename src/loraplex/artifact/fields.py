@@ -1,8 +1,8 @@
 """Every field of PEFT's adapter_config.json, classified: applied, inert, or refused unless it is off.
 
-`APPLIED` fields are decoded by `peft_config`. `INERT` fields have no effect at inference; each has a type check.
-`OFF_ONLY` fields change the function in a way that is not served, so only the values that switch them off pass.
-A field in none of the tables passes only when its value is null, false or empty.
+`APPLIED` fields are decoded by `peft_config`. `INERT` fields have no effect at inference; each has a type
+check. `OFF_ONLY` fields change the function in a way that is not served, so only the values that switch them
+off pass. A field in none of the tables passes only when its value is null, false or empty.
 """
 
 from __future__ import annotations
@@ -17,15 +17,37 @@ from loraplex.artifact.refuse import bad_config, unsupported
 FILE: Final = "adapter_config.json"
 
 APPLIED: Final[dict[str, frozenset[str]]] = {
-    "LORA": frozenset({
-        "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules",
-        "exclude_modules", "layers_to_transform", "layers_pattern", "bias", "lora_bias", "use_dora",
-        "alora_invocation_tokens", "init_lora_weights", "modules_to_save", "ensure_weight_tying",
-    }),
-    "IA3": frozenset({
-        "peft_type", "target_modules", "exclude_modules", "feedforward_modules", "modules_to_save",
-    }),
-}  # fmt: skip
+    "LORA": frozenset(
+        {
+            "peft_type",
+            "r",
+            "lora_alpha",
+            "rank_pattern",
+            "alpha_pattern",
+            "use_rslora",
+            "target_modules",
+            "exclude_modules",
+            "layers_to_transform",
+            "layers_pattern",
+            "bias",
+            "lora_bias",
+            "use_dora",
+            "alora_invocation_tokens",
+            "init_lora_weights",
+            "modules_to_save",
+            "ensure_weight_tying",
+        }
+    ),
+    "IA3": frozenset(
+        {
+            "peft_type",
+            "target_modules",
+            "exclude_modules",
+            "feedforward_modules",
+            "modules_to_save",
+        }
+    ),
+}
 
 INITS_WITHOUT_EFFECT: Final = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 INITS_THAT_CHANGE_THE_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")

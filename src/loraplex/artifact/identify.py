@@ -34,7 +34,9 @@ _AXES: Final[dict[Role, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterIdentity:
-    """Digests of one artifact over one base: H_base, H_artifact, H_adapter_semantic, and its activation policy's."""
+    """Digests of one artifact over one base: H_base, H_artifact, H_adapter_semantic, and its activation
+    policy's.
+    """
 
     base: str
     artifact: str
@@ -66,7 +68,9 @@ def identify(artifact: Artifact, base_abi: str) -> AdapterIdentity:
 
 
 def execution_digest(artifact: Artifact, identity: AdapterIdentity, layers: int) -> str:
-    """E where the artifact acts: the base's, where nothing of it can change a KV row (0x08B). layers: of the base."""
+    """E where the artifact acts: the base's, where nothing of it can change a KV row (0x08B). layers: of the
+    base.
+    """
     return execution_of(identity.base, identity.semantic, map(_spec, artifact.modules), layers)
 
 

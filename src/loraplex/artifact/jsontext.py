@@ -1,7 +1,7 @@
 """Strict JSON: UTF-8, one value, no duplicate names, no NaN, bounded numbers; number texts are kept.
 
-Used for safetensors headers and adapter configurations, which strangers write. Never guesses: what is not JSON is an
-error whose text says where.
+Used for safetensors headers and adapter configurations, which strangers write. Never guesses: what is not
+JSON is an error whose text says where.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any, Final
 
 MAX_NUMBER_CHARS: Final = 64
 MAX_DEPTH: Final = 32
-"""Levels of lists and objects; nothing that is read here needs ten, and who walks over a value may recurse."""
+"""Levels of lists and objects; nothing that is read here needs ten, and who walks over a value may recurse.
+"""
 _SHOWN_CHARS: Final = 80
 
 
@@ -57,7 +58,9 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def _check_nesting(value: Any, *, escapes: bool) -> None:
-    """Bounded depth. escapes: the text has some, and one can spell half of a surrogate pair, which no UTF-8 carries."""
+    """Bounded depth. escapes: the text has some, and one can spell half of a surrogate pair, which no UTF-8
+    carries.
+    """
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         below: list[Any] = []

@@ -29,7 +29,9 @@ _PREFIXES: Final[tuple[tuple[bytes, str], ...]] = (
 
 
 def lookalike(head: bytes) -> str | None:
-    """What a file is by its first `HEAD_BYTES` bytes, with its article and advice; None where nothing is known."""
+    """What a file is by its first `HEAD_BYTES` bytes, with its article and advice; None where nothing is
+    known.
+    """
     if head.startswith(_LFS):
         size = _LFS_SIZE.search(head[:HEAD_BYTES])
         whole = "the file" if size is None else f"a file of {int(size[1])} bytes"

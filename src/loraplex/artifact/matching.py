@@ -1,9 +1,9 @@
 """Which modules of a base a configuration selects, and with which rank and alpha: PEFT's own rules.
 
-A list entry matches a module of exactly that name or one whose name ends in "." + entry; a string is a regular
-expression over the whole name; exclusion wins. Layer limits apply to list entries that match by their end. Patterns
-for rank and alpha match a whole name or the part of it after any dot, first entry first.
-Read from PEFT 0.21's documented behaviour; the words are ours.
+A list entry matches a module of exactly that name or one whose name ends in "." + entry; a string is a
+regular expression over the whole name; exclusion wins. Layer limits apply to list entries that match by their
+end. Patterns for rank and alpha match a whole name or the part of it after any dot, first entry first. Read
+from PEFT 0.21's documented behaviour; the words are ours.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Selector:
 class _Ordered(Generic[Value]):
     """Patterns with values, of which the first that matches counts.
 
-    Plain ones are found by their text: a dot of theirs stands for any character, so a name is asked for with dots where
-    they have some. Only the others are run one by one.
+    Plain ones are found by their text: a dot of theirs stands for any character, so a name is asked for with
+    dots where they have some. Only the others are run one by one.
     """
 
     def __init__(self, entries: Sequence[tuple[str, Value]], work: StepBudget) -> None:
@@ -122,7 +122,9 @@ class _Listed:
 
 
 def layer_index(name: str, patterns: Sequence[str]) -> int | None:
-    """The layer index in a module name: after one of `patterns`, or the first numbered part from the third on."""
+    """The layer index in a module name: after one of `patterns`, or the first numbered part from the third
+    on.
+    """
     parts = name.split(".")
     if not patterns:
         return next((int(p) for p in parts[2:-1] if p.isdecimal()), None)

@@ -1,9 +1,9 @@
 """Regular expressions that strangers wrote, matched in time that is bounded by their length.
 
-Python's own matcher backtracks, so a pattern in a configuration could occupy a loader for hours. Here the pattern is
-parsed by Python's parser, so it means the same, and run by following sets of positions: no choice is tried twice, and
-the work is at most nodes x length^2. All patterns of a configuration share one budget of steps. What needs
-backtracking to be right (references to groups, atomic groups) or changes case is refused.
+Python's own matcher backtracks, so a pattern in a configuration could occupy a loader for hours. Here the
+pattern is parsed by Python's parser, so it means the same, and run by following sets of positions: no choice
+is tried twice, and the work is at most nodes x length^2. All patterns of a configuration share one budget of
+steps. What needs backtracking to be right (references to groups, atomic groups) or changes case is refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """adapter_config.json, decoded strictly into the part that decides what is computed.
 
-Every field that PEFT 0.21 writes is classified in `fields`: applied, inert, or refused unless it is off. A field that
-nobody knows is refused by name unless its value is off too. Specification: 0x01G (effective configuration), 0x0C
-(malformed scaling metadata); rulings "Identity".
+Every field that PEFT 0.21 writes is classified in `fields`: applied, inert, or refused unless it is off. A
+field that nobody knows is refused by name unless its value is off too. Specification: 0x01G (effective
+configuration), 0x0C (malformed scaling metadata); rulings "Identity".
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class Names:
 class PeftConfig:
     """The effective configuration: everything that changes the function, nothing that does not.
 
-    targets: modules that are adapted; None means all linear layers but the output. layers: indices that list targets
-    are limited to, or None. alpha and alpha_pattern: shortest decimal texts. invocation_tokens: aLoRA's, or None.
+    targets: modules that are adapted; None means all linear layers but the output. layers: indices that list
+    targets are limited to, or None. alpha and alpha_pattern: shortest decimal texts. invocation_tokens:
+    aLoRA's, or None.
     """
 
     kind: PeftType
@@ -75,7 +76,8 @@ class PeftConfig:
 
 
 def decode_config(record: Mapping[str, Any], family: str | None = None) -> PeftConfig:
-    """The configuration in a decoded JSON object; raises typed refusals that name field, value and expectation.
+    """The configuration in a decoded JSON object; raises typed refusals that name field, value and
+    expectation.
 
     family: `model_type` of the base, which says what PEFT takes for a target_modules that is null.
     """

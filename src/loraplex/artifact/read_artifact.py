@@ -32,9 +32,10 @@ def load_adapter(
 ) -> Artifact:
     """Read, verify and resolve the PEFT adapter in the folder `path` against `base`.
 
-    base_tensors: the base's weights, for files that repeat some of them. progress: see `Progress`. served: element type
-    that the base is served in, in which repeated weights are compared too. facts: what the base is beside its modules;
-    without it nothing is noted. Raises a `CallerError` of the `adapter_*` codes; on return every tensor of the files is applied.
+    base_tensors: the base's weights, for files that repeat some of them. progress: see `Progress`. served:
+    element type that the base is served in, in which repeated weights are compared too. facts: what the base
+    is beside its modules; without it nothing is noted. Raises a `CallerError` of the `adapter_*` codes; on
+    return every tensor of the files is applied.
     """
     folder = Path(path)
     record = read_config(folder)

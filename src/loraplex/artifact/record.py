@@ -1,7 +1,7 @@
 """What a load gives: an adapter as methods, module specifications and tensors, completely applied.
 
-Nothing here is in kernel layout and no scale is folded. Specification: 0x01F (rank, scaling, dtype by module),
-0x01G (module specification).
+Nothing here is in kernel layout and no scale is folded. Specification: 0x01F (rank, scaling, dtype by
+module), 0x01G (module specification).
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class Role(StrEnum):
 class AdaptedModule:
     """One module that the adapter changes.
 
-    name: canonical name in the base. has_bias: the base module has a bias. rank: 0 where there are no factors. alpha: decimal text. A is [rank, d_in], B is
-    [d_out, rank], as in the file; vectors have one dimension of d_in (IA3 of a feed-forward) or d_out.
+    name: canonical name in the base. has_bias: the base module has a bias. rank: 0 where there are no
+    factors. alpha: decimal text. A is [rank, d_in], B is [d_out, rank], as in the file; vectors have one
+    dimension of d_in (IA3 of a feed-forward) or d_out.
     """
 
     layer: int
@@ -77,10 +78,10 @@ class AdaptedModule:
 class Artifact:
     """A verified adapter.
 
-    config: the effective configuration. modules: by canonical name. tensors_total: tensors in the files, all of which
-    were applied. carried: tensors that repeat the base's own weights and were proven equal to them.
-    invocation_tokens: aLoRA's, or None for an adapter that is always on. notes: what it is served in spite of.
-    companions: what its files say about text. Neither of the two is part of any digest.
+    config: the effective configuration. modules: by canonical name. tensors_total: tensors in the files, all
+    of which were applied. carried: tensors that repeat the base's own weights and were proven equal to them.
+    invocation_tokens: aLoRA's, or None for an adapter that is always on. notes: what it is served in spite
+    of. companions: what its files say about text. Neither of the two is part of any digest.
     """
 
     config: PeftConfig

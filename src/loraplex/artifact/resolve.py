@@ -1,8 +1,9 @@
 """Every tensor finds its module, every selected module finds its tensors, or the adapter is refused.
 
-Owns the completeness of a load: N of N tensors applied. Never skips a tensor, never fills one in, never falls back to
-the base. Names and shapes are judged from the headers (`fit`), so that no data is read of an adapter that does not fit;
-`fill` adds the data. Specification: 0x01F (rank and scaling by module), 0x0C (silent use of the base is not a fallback).
+Owns the completeness of a load: N of N tensors applied. Never skips a tensor, never fills one in, never falls
+back to the base. Names and shapes are judged from the headers (`fit`), so that no data is read of an adapter
+that does not fit; `fill` adds the data. Specification: 0x01F (rank and scaling by module), 0x0C (silent use
+of the base is not a fallback).
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def fill(
 ) -> Artifact:
     """The artifact that `tensors` make, those whose headers were fitted.
 
-    base_tensors: the base's weights, needed only where the files repeat some of them. served: see `check_carried`.
-    Raises `adapter_unsupported` for weights that are not the base's.
+    base_tensors: the base's weights, needed only where the files repeat some of them. served: see
+    `check_carried`. Raises `adapter_unsupported` for weights that are not the base's.
     """
     checked = check_carried(fitted.carried, tensors, base_tensors, served)
     modules = tuple(

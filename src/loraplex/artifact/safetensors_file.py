@@ -1,8 +1,8 @@
 """safetensors, read strictly: the header is checked completely before a byte of data is touched.
 
-Owns the file format: header length, strict JSON, known element types, offsets that cover the data once, without
-gaps, overlaps or trailing bytes; the index of a sharded file. Tensor bytes are read into memory of our own, so what
-is hashed is what is converted, even when the file changes under us. Never opens a pickle.
+Owns the file format: header length, strict JSON, known element types, offsets that cover the data once,
+without gaps, overlaps or trailing bytes; the index of a sharded file. Tensor bytes are read into memory of
+our own, so what is hashed is what is converted, even when the file changes under us. Never opens a pickle.
 
 Specification: 0x0C (malformed input fails closed).
 """
@@ -59,7 +59,8 @@ class Entry:
 class SafetensorsFile:
     """An open safetensors file whose header was checked. Close it, or use it as a context manager.
 
-    entries: all tensors by name, in file order. size: bytes of the file. max_bytes: an adapter's limit when None.
+    entries: all tensors by name, in file order. size: bytes of the file. max_bytes: an adapter's limit when
+    None.
     """
 
     def __init__(self, path: Path, max_bytes: int | None = None) -> None:
@@ -122,7 +123,9 @@ class SafetensorsFile:
 
 
 def _no_header(file: str, head: bytes, why: str) -> CallerError:
-    """The refusal of a file without header. A pickle is only looked for here: a header's length can look like one."""
+    """The refusal of a file without header. A pickle is only looked for here: a header's length can look like
+    one.
+    """
     if head.startswith(_PICKLE_MAGICS):
         return pickled(f"{file} is a pickle or zip archive, not safetensors; {PICKLE_ADVICE}")
     known = lookalike(head)

@@ -1,7 +1,7 @@
 """Shapes and ranks of an adapter's tensors against its base, from their headers alone.
 
-One wrong tensor is a shape or rank mismatch; factors that agree among themselves but with no module of the base are
-an adapter for another base.
+One wrong tensor is a shape or rank mismatch; factors that agree among themselves but with no module of the
+base are an adapter for another base.
 """
 
 from __future__ import annotations

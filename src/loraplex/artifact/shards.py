@@ -1,7 +1,8 @@
 """Which part of each module's factors a tensor-parallel shard holds.
 
-Follows the base projection (0x06F): column-parallel modules keep all of A and a slice of B's outputs, row-parallel
-ones a slice of A's inputs and all of B. Owns ranges only; communication belongs to the operators.
+Follows the base projection (0x06F): column-parallel modules keep all of A and a slice of B's outputs,
+row-parallel ones a slice of A's inputs and all of B. Owns ranges only; communication belongs to the
+operators.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ ROW_PARALLEL: Final = frozenset({Module.O, Module.DOWN})
 
 
 def local_layout(module: AdaptedModule, shard: tuple[int, int]) -> LocalLayout:
-    """Ranges of input and output that shard (rank, ranks) holds; raises `adapter_unsupported` when they do not divide."""
+    """Ranges of input and output that shard (rank, ranks) holds; raises `adapter_unsupported` when they do
+    not divide.
+    """
     rank, ranks = shard
     row = module.module in ROW_PARALLEL
     size = module.d_in if row else module.d_out

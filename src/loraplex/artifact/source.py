@@ -39,7 +39,9 @@ PICKLE_FILES: Final = (
 )
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes read and hashed so far, bytes in all); called from several threads, one at a time, rising."""
+"""Called with (bytes read and hashed so far, bytes in all); called from several threads, one at a time,
+rising.
+"""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -78,7 +80,9 @@ def _json_file(path: Path) -> dict[str, Any]:
 
 
 def _mode(path: Path) -> int:
-    """Type and permissions of what `path` leads to; 0 where nothing is there. Raises for what cannot be looked at."""
+    """Type and permissions of what `path` leads to; 0 where nothing is there. Raises for what cannot be
+    looked at.
+    """
     try:
         return path.stat().st_mode
     except OSError as error:

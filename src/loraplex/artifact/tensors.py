@@ -1,7 +1,7 @@
 """Element types of adapter weights, the tensor record, and exact conversion between types.
 
-bfloat16 has no numpy type: its bit patterns live in uint16. Conversion rounds to nearest, ties to even, and refuses
-what would become infinite. Specification: 0x01G (tensor content hashes).
+bfloat16 has no numpy type: its bit patterns live in uint16. Conversion rounds to nearest, ties to even, and
+refuses what would become infinite. Specification: 0x01G (tensor content hashes).
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class TensorHeader(Protocol):
 class Tensor:
     """One tensor of the file, as it was read.
 
-    name: its name in the file. data: bit patterns in `dtype.storage`, C-contiguous, of `shape`, read-only. sha256:
-    hexadecimal digest of exactly these bytes.
+    name: its name in the file. data: bit patterns in `dtype.storage`, C-contiguous, of `shape`, read-only.
+    sha256: hexadecimal digest of exactly these bytes.
     """
 
     name: str

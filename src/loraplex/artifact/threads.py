@@ -1,4 +1,5 @@
-"""Work over many tensors or pages on a few threads; numpy and hashlib let go of the interpreter while they work.
+"""Work over many tensors or pages on a few threads; numpy and hashlib let go of the interpreter while they
+work.
 
 Used in the loader process only, never on the step loop. Order of results is the order of items.
 """
@@ -19,7 +20,9 @@ Result = TypeVar("Result")
 
 
 def map_threads(work: Callable[[Item], Result], items: Sequence[Item], nbytes: int) -> list[Result]:
-    """`work` of each item; nbytes: bytes that the work touches. The first error in the order of items is raised."""
+    """`work` of each item; nbytes: bytes that the work touches. The first error in the order of items is
+    raised.
+    """
     threads = min(MAX_THREADS, os.cpu_count() or 1, len(items))
     if nbytes < FROM_BYTES or threads < 2:
         return [work(item) for item in items]

@@ -1,9 +1,11 @@
-"""The float32 vectors of the general operator y = g * ((x * h) W^T + s (x A^T) B^T) + c, made from an artifact.
+"""The float32 vectors of the general operator y = g * ((x * h) W^T + s (x A^T) B^T) + c, made from an
+artifact.
 
-h scales inputs (IA3 of a feed-forward), g scales outputs (DoRA, IA3), c is added last. The base GEMM adds the base's own
-bias b inside the parentheses for every row, so the stored c is the method's constant minus g b: (b' - b) for a trained
-bias b', (1 - g) b for DoRA, s times the bias of B, nothing for IA3, whose constant is g b itself. `identity.kernel.CONSTANT`
-binds this convention. Plain LoRA has no vector. Specification: rulings "Operators".
+h scales inputs (IA3 of a feed-forward), g scales outputs (DoRA, IA3), c is added last. The base GEMM adds the
+base's own bias b inside the parentheses for every row, so the stored c is the method's constant minus g b:
+(b' - b) for a trained bias b', (1 - g) b for DoRA, s times the bias of B, nothing for IA3, whose constant is
+g b itself. `identity.kernel.CONSTANT` binds this convention. Plain LoRA has no vector. Specification: rulings
+"Operators".
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ def vector_kinds(module: AdaptedModule) -> tuple[Factor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ServedTensors:
-    """`BaseTensors` as a server of element type `dtype` holds them: what norms and constants must be made from.
+    """`BaseTensors` as a server of element type `dtype` holds them: what norms and constants must be made
+    from.
 
-    A base that is served in bfloat16 adds the rounded bias, and its rows have the norms of the rounded weights.
+    A base that is served in bfloat16 adds the rounded bias, and its rows have the norms of the rounded
+    weights.
     """
 
     base: BaseTensors
@@ -62,8 +66,8 @@ class ServedTensors:
 def vectors_of(module: AdaptedModule, base: BaseTensors | None) -> dict[Factor, F32Array]:
     """The vectors of one module, float32: H [d_in], G and C [d_out].
 
-    base: the base's weights as they are served; without them, `adapter_unsupported` is raised where a vector depends on
-    them.
+    base: the base's weights as they are served; without them, `adapter_unsupported` is raised where a vector
+    depends on them.
     """
     kinds = vector_kinds(module)
     if not kinds:
@@ -122,7 +126,9 @@ def _needed(module: AdaptedModule, base: BaseTensors | None) -> BaseTensors:
 
 
 def _constant(module: AdaptedModule, base: BaseTensors | None, gain: F32Array | None) -> F32Array:
-    """c: (the new bias or the base's) minus g times the base's, plus s times the bias of B; in float64, rounded once."""
+    """c: (the new bias or the base's) minus g times the base's, plus s times the bias of B; in float64,
+    rounded once.
+    """
     c = np.zeros(module.d_out)
     if module.has_bias and (Role.BIAS in module.tensors or Role.MAGNITUDE in module.tensors):
         own = _needed(module, base).bias(module.layer, module.module)

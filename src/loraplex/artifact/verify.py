@@ -1,7 +1,7 @@
 """What `loraplex verify` finds out about an adapter without serving it: everything that a load would.
 
-The same reader, resolver, conversion and digests as a load, so that what passes here is what is served. Specification:
-0x01G (manifest), 0x04D (page demand).
+The same reader, resolver, conversion and digests as a load, so that what passes here is what is served.
+Specification: 0x01G (manifest), 0x04D (page demand).
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from loraplex.identity.manifest import AdapterManifest, check_adapter_manifest, 
 class Verification:
     """A verified adapter: artifact, manifest, and what it costs.
 
-    pages: where it has no slab page to share. size_class: of the block that it takes, 0 for whole pages. file_bytes: on disk. factor_bytes: elements in the served type, without page tails. host_bytes, device_bytes:
-    what the host store and the pool hold: pages, or a block. shares_base_prefix: see `identify.shares_base_prefix`.
+    pages: where it has no slab page to share. size_class: of the block that it takes, 0 for whole pages.
+    file_bytes: on disk. factor_bytes: elements in the served type, without page tails. host_bytes,
+    device_bytes: what the host store and the pool hold: pages, or a block. shares_base_prefix: see
+    `identify.shares_base_prefix`.
     """
 
     artifact: Artifact
@@ -134,8 +136,8 @@ def verify_adapter(
 ) -> Verification:
     """Load, convert and price the adapter in the folder `path`; raises whatever a load would raise.
 
-    geometry, dtype: of the server that would hold it. supported: methods that the operators execute; None checks the
-    files alone. facts: see `load_adapter`.
+    geometry, dtype: of the server that would hold it. supported: methods that the operators execute; None
+    checks the files alone. facts: see `load_adapter`.
     """
     artifact = load_adapter(path, base, base_tensors, progress, served=dtype, facts=facts)
     if supported is not None:
@@ -160,8 +162,9 @@ def verify_adapter(
 def expected_manifest(data: bytes, name: str) -> AdapterManifest:
     """The manifest in `data`, an adapter's or a whole launch's, after every check of its kind.
 
-    name: of the file, for people. Raises `manifest_invalid` for what is none or does not hold, caused by the invariant that it
-    breaks (`identity_invalid`, `lease_mismatch`, `stale_*`, ...): the file is the caller's, whoever wrote it.
+    name: of the file, for people. Raises `manifest_invalid` for what is none or does not hold, caused by the
+    invariant that it breaks (`identity_invalid`, `lease_mismatch`, `stale_*`, ...): the file is the caller's,
+    whoever wrote it.
     """
     try:
         return decode_manifest(data)
@@ -174,9 +177,11 @@ def expected_manifest(data: bytes, name: str) -> AdapterManifest:
 
 
 def check_same(expected: AdapterManifest, found: AdapterManifest) -> None:
-    """Raise unless the manifest expected is that of the adapter found: `adapter_source_changed`, `adapter_base_mismatch`.
+    """Raise unless the manifest expected is that of the adapter found: `adapter_source_changed`,
+    `adapter_base_mismatch`.
 
-    Kernel ABIs are checked within a manifest; they follow a server's page size and element type, not the adapter.
+    Kernel ABIs are checked within a manifest; they follow a server's page size and element type, not the
+    adapter.
     """
     if expected.base_sha256 != found.base_sha256:
         raise CallerError(
@@ -191,7 +196,9 @@ def check_same(expected: AdapterManifest, found: AdapterManifest) -> None:
 
 
 def refusal_record(error: LoraplexError) -> dict[str, Any]:
-    """For `--json` when the adapter is refused. violated: code of what a manifest breaks, where one does not hold."""
+    """For `--json` when the adapter is refused. violated: code of what a manifest breaks, where one does not
+    hold.
+    """
     record = {"code": error.code.value, "message": error.message, "param": error.param}
     cause = error.__cause__
     if error.code is ErrorCode.MANIFEST_INVALID and isinstance(cause, LoraplexError):

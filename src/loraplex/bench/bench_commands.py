@@ -31,11 +31,13 @@ def http(
     rounds: int = 3,
     json: Path | None = None,
 ) -> None:
-    """A real server under real traffic, where a device is named; else the server alone beside a bare application.
+    """A real server under real traffic, where a device is named; else the server alone beside a bare
+    application.
 
-    With a device, four client processes stream from a server that this starts: closed loops and Poisson arrivals, fixed
-    and log-normal lengths, the base and many adapters; on cuda without a model with Llama-3.1-8B's shapes and random
-    weights, on cpu with the demo model and small sizes. Good requests have a first token within 500 ms and 20 ms a token.
+    With a device, four client processes stream from a server that this starts: closed loops and Poisson
+    arrivals, fixed and log-normal lengths, the base and many adapters; on cuda without a model with
+    Llama-3.1-8B's shapes and random weights, on cpu with the demo model and small sizes. Good requests have a
+    first token within 500 ms and 20 ms a token.
 
     Args:
         model: folder, with --device.
@@ -116,8 +118,8 @@ def decode(
 ) -> None:
     """Tokens per second of base and adapters.
 
-    On cpu: beside transformers + PEFT (and vLLM) in the same run. On cuda without a model: Llama-3.1-8B's shapes with
-    random weights and synthetic adapters, every row with its roofline, latencies and host time.
+    On cpu: beside transformers + PEFT (and vLLM) in the same run. On cuda without a model: Llama-3.1-8B's
+    shapes with random weights and synthetic adapters, every row with its roofline, latencies and host time.
 
     Args:
         model: folder; on cpu the demo model when left out.
@@ -158,9 +160,16 @@ def decode(
     if model is None:
         model = _demo_model()
     options = DecodeOptions(
-        model, tuple(_pair(text) for text in adapter), device=device, dtype=dtype, repeats=repeats, peer=peer,
-        rank=rank, mixed=rank > 0, vllm=vllm,
-    )  # fmt: skip
+        model,
+        tuple(_pair(text) for text in adapter),
+        device=device,
+        dtype=dtype,
+        repeats=repeats,
+        peer=peer,
+        rank=rank,
+        mixed=rank > 0,
+        vllm=vllm,
+    )
     with activity() as tell:
         rows = run_decode(options, tell)
     lines = [HEAD, *table(rows)]
@@ -219,7 +228,8 @@ def load(
     load_format: Literal["auto", "dummy"] = "auto",
     json: Path | None = None,
 ) -> None:
-    """Cost of a cold adapter by tier, rank and stage; many at once; a swap under load; time between tokens meanwhile.
+    """Cost of a cold adapter by tier, rank and stage; many at once; a swap under load; time between tokens
+    meanwhile.
 
     On cuda without a model: Llama-3.1-8B's shapes with random weights.
 
@@ -256,9 +266,17 @@ def load(
         elif model is None:
             model = _demo_model()
         options = LoadOptions(
-            model, device=device, dtype=dtype, ranks=ranks, repeats=repeats, cold=cold, running=running, burst=burst,
-            pool_gb=pool_gb, load_format=load_format,
-        )  # fmt: skip
+            model,
+            device=device,
+            dtype=dtype,
+            ranks=ranks,
+            repeats=repeats,
+            cold=cold,
+            running=running,
+            burst=burst,
+            pool_gb=pool_gb,
+            load_format=load_format,
+        )
         with activity() as tell:
             measured = run_load(options, tell)
     for line in table(measured.stages):

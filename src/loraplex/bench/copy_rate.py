@@ -1,7 +1,8 @@
-"""Owns the copy rate, which every floor, roofline and ratio of the benchmarks is priced at, and how a call is timed.
+"""Owns the copy rate, which every floor, roofline and ratio of the benchmarks is priced at, and how a call is
+timed.
 
-One definition for all of them: bytes read plus bytes written in a second by a large copy within a device's own memory.
-Never prices anything itself. Specification: 0x06D.
+One definition for all of them: bytes read plus bytes written in a second by a large copy within a device's
+own memory. Never prices anything itself. Specification: 0x06D.
 """
 
 from __future__ import annotations

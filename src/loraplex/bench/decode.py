@@ -1,9 +1,9 @@
 """`loraplex bench decode`: output tokens per second of base and adapters, beside peers in the same run.
 
-Times on a shared CPU are noise, so the engines take turns in every repeat, and each row carries its ratio to our own base
-and to each peer's same row, as medians of the ratios of single turns. Where other work takes the cores away, tokens per
-second of processor time say more: the same ratios are given for those. Prompts are random token ids, output is greedy and
-ignores end-of-sequence, so that all do the same work.
+Times on a shared CPU are noise, so the engines take turns in every repeat, and each row carries its ratio to
+our own base and to each peer's same row, as medians of the ratios of single turns. Where other work takes the
+cores away, tokens per second of processor time say more: the same ratios are given for those. Prompts are
+random token ids, output is greedy and ignores end-of-sequence, so that all do the same work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ PEER_NAMES: Final = (Peft.name, Vllm.name)
 
 @dataclass(frozen=True, slots=True)
 class DecodeCase:
-    """requests: prompts in one batch. adapters: distinct adapters over them, 0 is the base. mixed: of mixed length."""
+    """requests: prompts in one batch. adapters: distinct adapters over them, 0 is the base. mixed: of mixed
+    length.
+    """
 
     requests: int
     adapters: int
@@ -61,7 +63,8 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
-    """What is measured. rank: measure this many random adapters of one rank on all linears; 0 takes `adapters`.
+    """What is measured. rank: measure this many random adapters of one rank on all linears; 0 takes
+    `adapters`.
 
     vllm: a Python interpreter with vLLM, or None.
     """
@@ -147,7 +150,9 @@ def _cases(options: DecodeOptions, have: int) -> list[DecodeCase]:
 
 
 def work_of(options: DecodeOptions, case: DecodeCase, vocab: int, seed: int) -> RequestBatch:
-    """Requests of a case; mixed lengths run from half to one and a half times the options' lengths, new tokens too."""
+    """Requests of a case; mixed lengths run from half to one and a half times the options' lengths, new
+    tokens too.
+    """
     rng = np.random.default_rng(seed)
 
     def lengths(middle: int) -> list[int]:
@@ -162,10 +167,15 @@ def work_of(options: DecodeOptions, case: DecodeCase, vocab: int, seed: int) -> 
 
 
 def _measure(
-    options: DecodeOptions, cases: Sequence[DecodeCase], engines: Sequence[Engine], vocab: int,
+    options: DecodeOptions,
+    cases: Sequence[DecodeCase],
+    engines: Sequence[Engine],
+    vocab: int,
     report: Callable[[str], None],
-) -> dict[tuple[str, str], list[tuple[float, float]]]:  # fmt: skip
-    """Tokens per second of wall and of processor time of every turn, by (engine, case); one turn of each is not counted."""
+) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """Tokens per second of wall and of processor time of every turn, by (engine, case); one turn of each is
+    not counted.
+    """
     turns: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for repeat in range(options.repeats + 1):
         for case in dict.fromkeys(cases):
@@ -194,7 +204,9 @@ def _use_all_cores() -> None:
 
 
 def _ratio(row: DecodeRow, other: DecodeRow | None) -> str:
-    """Median of the ratios of single turns (and of processor time), or of the medians where turns are not known."""
+    """Median of the ratios of single turns (and of processor time), or of the medians where turns are not
+    known.
+    """
     if other is None:
         return ""
     if not row.turns or len(row.turns) != len(other.turns):

@@ -1,8 +1,9 @@
-"""Decode throughput of the engine on a device, with synthetic adapters: the rows of docs/benchmarks.md, roofline, latency.
+"""Decode throughput of the engine on a device, with synthetic adapters: the rows of docs/benchmarks.md,
+roofline, latency.
 
-Requests enter together and ask for the same number of greedy tokens, so each row is one batch from first prompt to last
-token, prefill included. Every row runs once unmeasured, which also loads its adapters. Owns the clock of the benchmark;
-what runs is the engine that a server would run, in this process.
+Requests enter together and ask for the same number of greedy tokens, so each row is one batch from first
+prompt to last token, prefill included. Every row runs once unmeasured, which also loads its adapters. Owns
+the clock of the benchmark; what runs is the engine that a server would run, in this process.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ NEW_TOKENS: Final = 128
 class EngineCase:
     """One row: requests over adapters taken in turn, greedy unless there is a temperature.
 
-    cold: no adapter is on the device or in host memory when the requests come; their image files are in the page cache.
+    cold: no adapter is on the device or in host memory when the requests come; their image files are in the
+    page cache.
     """
 
     requests: int
@@ -85,9 +87,11 @@ PROFILED: Final = (0, 1, 2, 6, 7)
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """One measured row. tokens_per_s: of the whole run. ttft, tbt: milliseconds to the first token, and between tokens
-    of a request: median and 99th percentile. device_ms: per decode step, median. host_ms: per decode step outside
-    of waiting for the device, median; plan_ms: of it, planning. roofline_ms: least time of a decode step's bytes."""
+    """One measured row. tokens_per_s: of the whole run. ttft, tbt: milliseconds to the first token, and
+    between tokens of a request: median and 99th percentile. device_ms: per decode step, median. host_ms: per
+    decode step outside of waiting for the device, median; plan_ms: of it, planning. roofline_ms: least time
+    of a decode step's bytes.
+    """
 
     case: str
     tokens_per_s: float
@@ -154,7 +158,8 @@ class BatchRun:
 class DeviceBench:
     """An engine over a device, and runs of cases on it. prompt, new: tokens of each request.
 
-    stored: images lie in the disk store, and the loader's process brings them, as in a server; else they are in memory.
+    stored: images lie in the disk store, and the loader's process brings them, as in a server; else they are
+    in memory.
     """
 
     def __init__(self, config: EngineConfig, prompt: int, new: int, *, stored: bool = False) -> None:
@@ -182,7 +187,9 @@ class DeviceBench:
         self.built.close()
 
     def measure(self, case: EngineCase, repeats: int, copy_bytes_per_s: float) -> EngineRow:
-        """Median of `repeats` runs after one that is not counted. copy_bytes_per_s: measured rate for the roofline."""
+        """Median of `repeats` runs after one that is not counted. copy_bytes_per_s: measured rate for the
+        roofline.
+        """
         if case.cold and self._store is None:
             raise InternalFault(
                 ErrorCode.INTERNAL, "cold adapters need an engine that loads from the disk store"
@@ -247,10 +254,20 @@ class DeviceBench:
             self._make_cold()
         engine, vocab = self.built.engine, self.built.base.spec.vocab_size
         sampling = EngineSampling(
-            max_tokens=self.new, temperature=case.temperature, top_p=case.top_p, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0,
-            presence_penalty=0.0, frequency_penalty=0.0, logit_bias=(), stop_token_ids=(), logprobs=-1,
+            max_tokens=self.new,
+            temperature=case.temperature,
+            top_p=case.top_p,
+            top_k=0,
+            min_p=0.0,
+            seed=0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            logit_bias=(),
+            stop_token_ids=(),
+            logprobs=-1,
             prompt_logprobs=-1,
-        )  # fmt: skip
+        )
         run, open_requests = BatchRun(), case.requests
         for index in range(case.requests):
             self._serial += 1
@@ -345,7 +362,9 @@ def kind_of(kernel: str) -> str:
 def run_device_decode(
     repeats: int, profile: bool, only: tuple[int, ...], report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure the rows of docs/benchmarks.md on the CUDA device; the whole record. only: indices of `CASES`, none is all."""
+    """Measure the rows of docs/benchmarks.md on the CUDA device; the whole record. only: indices of `CASES`,
+    none is all.
+    """
     import platform
     import tempfile
     from pathlib import Path
@@ -357,9 +376,14 @@ def run_device_decode(
     with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as name:
         folder = write_shape(SHAPE, Path(name))
         config = EngineConfig(
-            model=str(folder), images_dir=name, device="cuda", dtype="bfloat16", load_format="dummy",
-            max_model_len=8192, loader="process",
-        )  # fmt: skip
+            model=str(folder),
+            images_dir=name,
+            device="cuda",
+            dtype="bfloat16",
+            load_format="dummy",
+            max_model_len=8192,
+            loader="process",
+        )
         chosen = sorted([CASES[index] for index in only] or CASES, key=lambda case: case.cold)
         bench = DeviceBench(config, PROMPT_TOKENS, NEW_TOKENS, stored=chosen[0].cold)
         startup = time.perf_counter() - started
@@ -381,12 +405,22 @@ def run_device_decode(
                 report(f"  {profiles[row.case]}")
         bench.close()
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "shape": SHAPE, "dtype": "bfloat16",
-        "device": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": version_of("triton"),
-        "flashinfer": version_of("flashinfer-python"), "python": platform.python_version(),
-        "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "repeats": repeats,
-        "copy_bytes_per_s": rate, "startup_s": startup, "rows": rows, "profiles": profiles,
-    }  # fmt: skip
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "shape": SHAPE,
+        "dtype": "bfloat16",
+        "device": torch.cuda.get_device_name(),
+        "torch": str(torch.__version__),
+        "triton": version_of("triton"),
+        "flashinfer": version_of("flashinfer-python"),
+        "python": platform.python_version(),
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": NEW_TOKENS,
+        "repeats": repeats,
+        "copy_bytes_per_s": rate,
+        "startup_s": startup,
+        "rows": rows,
+        "profiles": profiles,
+    }
 
 
 def version_of(package: str) -> str:

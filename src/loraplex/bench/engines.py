@@ -1,7 +1,8 @@
-"""The engines that `bench decode` puts side by side: ours, transformers + PEFT, and vLLM in a process of its own.
+"""The engines that `bench decode` puts side by side: ours, transformers + PEFT, and vLLM in a process of its
+own.
 
-Each generates the same token counts for the same prompts, greedy, ending at no end-of-sequence token. Owns how each is
-driven, nothing of what is measured.
+Each generates the same token counts for the same prompts, greedy, ending at no end-of-sequence token. Owns
+how each is driven, nothing of what is measured.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ STATIC_BATCH: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class RequestBatch:
-    """One batch of requests. adapters: index of each request's adapter, None for the base; new_tokens: of each."""
+    """One batch of requests. adapters: index of each request's adapter, None for the base; new_tokens: of
+    each.
+    """
 
     prompts: list[list[int]]
     adapters: list[int | None]
@@ -110,7 +113,9 @@ class Peft:
             self._tuned = tuned.eval()
 
     def generate(self, work: RequestBatch) -> int:
-        """See `Engine.generate`: static batches in order of length, padded left, as long as their longest answer."""
+        """See `Engine.generate`: static batches in order of length, padded left, as long as their longest
+        answer.
+        """
         order = sorted(range(len(work.prompts)), key=lambda i: (len(work.prompts[i]) + work.new_tokens[i], i))
         for at in range(0, len(order), STATIC_BATCH):
             self._batch(work, order[at : at + STATIC_BATCH])

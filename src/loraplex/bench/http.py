@@ -1,8 +1,10 @@
-"""Streaming through the server alone: chunks a second to many clients, beside a bare granian application in the same run.
+"""Streaming through the server alone: chunks a second to many clients, beside a bare granian application in
+the same run.
 
-The load comes from this process, which counts chunks and parses nothing. The server is measured twice: flooded, where
-it joins tokens that arrive faster than it can send them, and paced, where every token is a chunk of its own. Beside the
-rate stands the processor time of the server's own process for a token, which other work on the machine moves less.
+The load comes from this process, which counts chunks and parses nothing. The server is measured twice:
+flooded, where it joins tokens that arrive faster than it can send them, and paced, where every token is a
+chunk of its own. Beside the rate stands the processor time of the server's own process for a token, which
+other work on the machine moves less.
 
 Specification: rulings "Dependencies".
 """
@@ -36,7 +38,9 @@ _CASES: Final = {"bare": ("bare", None), "flooded": ("whole", None), "paced": ("
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One case's figures, medians over the rounds. token_us: processor time of the server's process for a token."""
+    """One case's figures, medians over the rounds. token_us: processor time of the server's process for a
+    token.
+    """
 
     case: str
     clients: int

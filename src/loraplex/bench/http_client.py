@@ -1,7 +1,8 @@
-"""One client process of `bench http`: `python -m loraplex.bench.http_client`, its orders as JSON on standard input.
+"""One client process of `bench http`: `python -m loraplex.bench.http_client`, its orders as JSON on standard
+input.
 
-Every request has a connection of its own and streams. What it saw goes to standard output as JSON. Requests that are
-open when the time is over are withdrawn by closing their connection.
+Every request has a connection of its own and streams. What it saw goes to standard output as JSON. Requests
+that are open when the time is over are withdrawn by closing their connection.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ READ_BYTES: Final = 1 << 18
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What to do. start: on the monotonic clock, which all processes share. warm, seconds: before, and of the measured
-    time. base, adapter: model names, the latter with the adapter's index in place of `{}`. vocab: ids of prompts."""
+    """What to do. start: on the monotonic clock, which all processes share. warm, seconds: before, and of the
+    measured time. base, adapter: model names, the latter with the adapter's index in place of `{}`. vocab:
+    ids of prompts.
+    """
 
     port: int
     traffic: Traffic

@@ -1,8 +1,8 @@
 """The servers that `bench http` compares, each a child process of it.
 
-`bare` is a granian application that sends made chunks and does nothing else. `whole` is the shipping server, text and
-all, over an engine process without a model. Steps a second are that engine's, each a token for every request; without a
-number, as many as it can.
+`bare` is a granian application that sends made chunks and does nothing else. `whole` is the shipping server,
+text and all, over an engine process without a model. Steps a second are that engine's, each a token for every
+request; without a number, as many as it can.
 
 Never measures anything itself. Specification: rulings "Dependencies".
 """
@@ -65,7 +65,9 @@ _CONFIG: Final = {
 
 
 class TargetOrder(msgspec.Struct, frozen=True):
-    """Which server to be. kind: bare or whole. tokens: of a bare stream. steps: a second, of a whole server's engine."""
+    """Which server to be. kind: bare or whole. tokens: of a bare stream. steps: a second, of a whole server's
+    engine.
+    """
 
     kind: str
     port: int

@@ -1,7 +1,8 @@
 """A real server under real traffic: `bench http` with a device. Clients are processes of their own.
 
-Adapters are folders that share one file of tensors and differ in their scale, so each is a revision with an image of its
-own and the disk holds one. Owns the server and every client process that it starts, and ends them.
+Adapters are folders that share one file of tensors and differ in their scale, so each is a revision with an
+image of its own and the disk holds one. Owns the server and every client process that it starts, and ends
+them.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """model: folder, None for Llama-3.1-8B's shapes with random weights. warm, seconds: before, and of each case's
-    measured time."""
+    """model: folder, None for Llama-3.1-8B's shapes with random weights. warm, seconds: before, and of each
+    case's measured time.
+    """
 
     model: Path | None
     device: str
@@ -69,7 +71,9 @@ def cases_of(device: str, only: Sequence[int], text: bool) -> list[Traffic]:
 
 
 def run_traffic(options: HttpOptions, cases: Sequence[Traffic], say: Say) -> list[Row]:
-    """Every case against one server. say: told about progress. Raises `invalid_request` where a request fails."""
+    """Every case against one server. say: told about progress. Raises `invalid_request` where a request
+    fails.
+    """
     with ExitStack() as stack:
         work = Path(stack.enter_context(TemporaryDirectory(prefix="loraplex-bench-")))
         model = options.model or write_shape(LLAMA_8B, write_tokenizer(_made(work / "model")))

@@ -1,7 +1,7 @@
 """How fast identity is: verifying, hashing and host-loading an adapter; registering many; looking names up.
 
-The yardstick is `sha256sum` over the same file in the same run: a load cannot be faster than one hash over its bytes on
-as many threads. Files come from the page cache. Specification: rulings "Loading".
+The yardstick is `sha256sum` over the same file in the same run: a load cannot be faster than one hash over
+its bytes on as many threads. Files come from the page cache. Specification: rulings "Loading".
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _ABI: Final = hashlib.sha256(b"bench").hexdigest()
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. cpu: the same per second of processor time, which other work on the machine does not change.
+    """One figure. cpu: the same per second of processor time, which other work on the machine does not
+    change.
 
     ratio: of `cpu` to the first row's in the same run. None where there is no yardstick.
     """
@@ -186,9 +187,18 @@ def _processor_s() -> float:
 def _draft(number: int) -> Draft:
     content = hashlib.sha256(str(number).encode()).hexdigest()
     record = ArtifactRecord(
-        _ABI, content, ALWAYS_ON, semantic_abi(_ABI, content, ALWAYS_ON), "lora", (16,), ("k", "o", "q", "v"),
-        256, 256, 128, 1 << 20,
-    )  # fmt: skip
+        _ABI,
+        content,
+        ALWAYS_ON,
+        semantic_abi(_ABI, content, ALWAYS_ON),
+        "lora",
+        (16,),
+        ("k", "o", "q", "v"),
+        256,
+        256,
+        128,
+        1 << 20,
+    )
     return Draft(AliasKey("default", f"customer-{number}"), f"/adapters/{number}", record)
 
 

@@ -1,8 +1,10 @@
-"""`loraplex bench load`: what a cold adapter costs, by tier, rank and stage, and what its load costs those who run.
+"""`loraplex bench load`: what a cold adapter costs, by tier, rank and stage, and what its load costs those
+who run.
 
-Adapters are random factors in PEFT's format over the model's own shapes. The engine is the one that serves, with its
-loader process, stepped by this program, so that nothing but engine and loader is measured. A time is also given as
-ratio to moving the image once, read and written, at the copy rate of one thread (`bench.copy_rate`) in the same run.
+Adapters are random factors in PEFT's format over the model's own shapes. The engine is the one that serves,
+with its loader process, stepped by this program, so that nothing but engine and loader is measured. A time is
+also given as ratio to moving the image once, read and written, at the copy rate of one thread
+(`bench.copy_rate`) in the same run.
 """
 
 from __future__ import annotations
@@ -48,16 +50,22 @@ TARGETS: Final[dict[str, tuple[Module, ...]]] = {
     "all linears": LAYER_MODULES,
 }
 _PROJECTION: Final = {
-    Module.Q: "self_attn.q_proj", Module.K: "self_attn.k_proj", Module.V: "self_attn.v_proj",
-    Module.O: "self_attn.o_proj", Module.GATE: "mlp.gate_proj", Module.UP: "mlp.up_proj", Module.DOWN: "mlp.down_proj",
-}  # fmt: skip
+    Module.Q: "self_attn.q_proj",
+    Module.K: "self_attn.k_proj",
+    Module.V: "self_attn.v_proj",
+    Module.O: "self_attn.o_proj",
+    Module.GATE: "mlp.gate_proj",
+    Module.UP: "mlp.up_proj",
+    Module.DOWN: "mlp.down_proj",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRow:
     """One stage of one adapter: median milliseconds, the bytes behind it, and the ratio to moving them once.
 
-    steps, step_cpu_ms: of the engine, and processor time of the thread that steps; 0 where no engine takes part.
+    steps, step_cpu_ms: of the engine, and processor time of the thread that steps; 0 where no engine takes
+    part.
     """
 
     rank: int
@@ -181,11 +189,17 @@ def _stages(bench: Bench, options: LoadOptions, rank: int, targets: str, rate: f
     nbytes = prepared.device_bytes
     return [
         LoadRow(
-            rank, targets, stage, (ms := statistics.median(times[stage])), nbytes, ms / (2 * nbytes / rate * 1e3),
-            statistics.median(steps[stage] or [0]), statistics.median(cpu[stage] or [0.0]),
+            rank,
+            targets,
+            stage,
+            (ms := statistics.median(times[stage])),
+            nbytes,
+            ms / (2 * nbytes / rate * 1e3),
+            statistics.median(steps[stage] or [0]),
+            statistics.median(cpu[stage] or [0.0]),
         )
         for stage in STAGES
-    ]  # fmt: skip
+    ]
 
 
 def write_adapter(folder: Path, base: BaseModel, rank: int, targets: Sequence[Module], seed: int = 0) -> Path:
@@ -212,7 +226,9 @@ def write_adapter(folder: Path, base: BaseModel, rank: int, targets: Sequence[Mo
 
 
 def _latencies(bench: Bench, options: LoadOptions, report: Callable[[str], None]) -> list[LatencyRow]:
-    """Time between tokens of running requests: undisturbed, then while cold adapters load, in turns of one run."""
+    """Time between tokens of running requests: undisturbed, then while cold adapters load, in turns of one
+    run.
+    """
     with tempfile.TemporaryDirectory(prefix="loraplex-adapter-") as name:
         prepared = _prepare(bench, write_adapter(Path(name), bench.base, 8, TARGETS["all linears"]))
     bench.store.verify(prepared.kernel_digest)

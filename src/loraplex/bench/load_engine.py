@@ -1,4 +1,6 @@
-"""The engine that `loraplex bench load` steps: the one that serves, with its loader process, and nothing beside it."""
+"""The engine that `loraplex bench load` steps: the one that serves, with its loader process, and nothing
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ PUSH_OUT_STEPS: Final = 100_000
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What is measured. cold: adapters that load while others run. running: requests that run meanwhile. burst: adapters
-    that are asked for at once. pool_gb: None for what the device leaves."""
+    """What is measured. cold: adapters that load while others run. running: requests that run meanwhile.
+    burst: adapters that are asked for at once. pool_gb: None for what the device leaves.
+    """
 
     model: Path
     device: str = "cpu"
@@ -53,9 +56,15 @@ class Bench:
         self.store = ImageStore(self.images)
         self.mailbox = LocalMailbox()
         config = EngineConfig(
-            model=str(options.model), images_dir=str(self.images), device=options.device, dtype=options.dtype,
-            pool_gb=options.pool_gb, loader="process", load_format=options.load_format, max_model_len=options.max_model_len,
-        )  # fmt: skip
+            model=str(options.model),
+            images_dir=str(self.images),
+            device=options.device,
+            dtype=options.dtype,
+            pool_gb=options.pool_gb,
+            loader="process",
+            load_format=options.load_format,
+            max_model_len=options.max_model_len,
+        )
         self.built: BuiltEngine = build_engine(config, self.mailbox, MonotonicClock(), NullSink())
         held.callback(self.built.close)
         self.calls = 0
@@ -124,9 +133,20 @@ class Bench:
 
 def greedy(max_tokens: int) -> EngineSampling:
     return EngineSampling(
-        max_tokens=max_tokens, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0,
-        presence_penalty=0.0, frequency_penalty=0.0, logit_bias=(), stop_token_ids=(), logprobs=-1, prompt_logprobs=-1,
-    )  # fmt: skip
+        max_tokens=max_tokens,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        seed=0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        logit_bias=(),
+        stop_token_ids=(),
+        logprobs=-1,
+        prompt_logprobs=-1,
+    )
 
 
 def push_out(

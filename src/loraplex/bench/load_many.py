@@ -1,7 +1,8 @@
-"""Many cold adapters at once on an idle engine, and a swap beside running requests: parts of `loraplex bench load`.
+"""Many cold adapters at once on an idle engine, and a swap beside running requests: parts of `loraplex bench
+load`.
 
-Adapters are twins of one image, each with bytes of its own in a file of its own, in the page cache. Both walk the way that
-a server walks: loader process, host memory, copy, checksum on the device, publication.
+Adapters are twins of one image, each with bytes of its own in a file of its own, in the page cache. Both walk
+the way that a server walks: loader process, host memory, copy, checksum on the device, publication.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ SWAP_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class BurstRow:
-    """Adapters that were asked for at once. seconds: until the last was published. steps: of the engine until then."""
+    """Adapters that were asked for at once. seconds: until the last was published. steps: of the engine until
+    then.
+    """
 
     adapters: int
     image_bytes: int
@@ -40,8 +43,9 @@ class BurstRow:
 
 @dataclass(frozen=True, slots=True)
 class SwapRow:
-    """A swap under load. ms: from asking for the new revision to its publication. finished: requests that ended well, on
-    the old revision and on the new one; any other end is an error of the benchmark."""
+    """A swap under load. ms: from asking for the new revision to its publication. finished: requests that
+    ended well, on the old revision and on the new one; any other end is an error of the benchmark.
+    """
 
     running: int
     ms: float
@@ -71,7 +75,9 @@ def register_cold(bench: Bench, messages: Sequence[RegisterAdapter]) -> None:
 
 
 def measure_burst(bench: Bench, register: RegisterAdapter, count: int) -> BurstRow:
-    """`count` adapters, absent from device and host memory, asked for at once; they leave the engine afterwards."""
+    """`count` adapters, absent from device and host memory, asked for at once; they leave the engine
+    afterwards.
+    """
     twins = [twin(bench.store, register) for _ in range(count)]
     image_bytes = bench.store.open(register.kernel_digest).pages.nbytes
     register_cold(bench, twins)
@@ -91,7 +97,9 @@ def measure_burst(bench: Bench, register: RegisterAdapter, count: int) -> BurstR
 
 
 def measure_swap(bench: Bench, register: RegisterAdapter, running: int) -> SwapRow:
-    """Requests run on one revision, another is loaded beside them, takes the new requests, and the first leaves."""
+    """Requests run on one revision, another is loaded beside them, takes the new requests, and the first
+    leaves.
+    """
     old, new = (twin(bench.store, register) for _ in range(2))
     bench.call(old)
     bench.call(LoadAdapter(0, old.key))

@@ -1,4 +1,5 @@
-"""Model shapes and synthetic adapters for measurements: what they weigh and where their bytes lie, without any training.
+"""Model shapes and synthetic adapters for measurements: what they weigh and where their bytes lie, without
+any training.
 
 Numbers of the shapes are those of the models' published configurations.
 """
@@ -73,10 +74,15 @@ class SyntheticImages:
         self._images[digest] = replace(layout, key=digest, kernel_digest=digest)
         demand = object_demand(self._base.geometry, layout.extents)
         return RegisterAdapter(
-            call_id=0, key=digest, kernel_digest=digest, pages=demand.pages, size_class=demand.size_class,
-            ranks=((rank, len(layout.modules)),), modules=tuple(int(module) for module in modules),
+            call_id=0,
+            key=digest,
+            kernel_digest=digest,
+            pages=demand.pages,
+            size_class=demand.size_class,
+            ranks=((rank, len(layout.modules)),),
+            modules=tuple(int(module) for module in modules),
             host_bytes=layout.pages.nbytes,
-        )  # fmt: skip
+        )
 
     def _layout(self, rank: int, modules: tuple[Module, ...]) -> AdapterImage:
         known = self._layouts.get((rank, modules))
@@ -93,9 +99,12 @@ class SyntheticImages:
         ]
         extents, count = place(base.geometry, shapes)
         table = np.array(
-            [(e.layer, e.module, e.factor, e.rank_lo, e.rank_n, e.col_lo, e.col_n, e.page, e.offset) for e in extents],
+            [
+                (e.layer, e.module, e.factor, e.rank_lo, e.rank_n, e.col_lo, e.col_n, e.page, e.offset)
+                for e in extents
+            ],
             dtype=np.int32,
-        ).reshape(-1, EXTENT_COLUMNS)  # fmt: skip
+        ).reshape(-1, EXTENT_COLUMNS)
         nbytes = object_demand(base.geometry, table).nbytes
         pages = np.zeros((count, nbytes // count), dtype=np.uint8)
         # Small normal numbers of a two-byte type: sign, an exponent near 2^-7, random fraction.
@@ -103,11 +112,14 @@ class SyntheticImages:
         words[:] = self._rng.integers(0, 1 << 16, words.shape, dtype=np.uint16) & 0x80FF | 0x3B80
         scale = int(np.float32(1.0).view(np.int32))
         return AdapterImage(
-            key="", kernel_digest="", itemsize=base.dtype.itemsize,
+            key="",
+            kernel_digest="",
+            itemsize=base.dtype.itemsize,
             modules=np.array([(s.layer, s.module, s.rank, scale, 0) for s in shapes], dtype=np.int32),
             extents=table,
-            pages=pages, checksums=page_checksum(pages),
-        )  # fmt: skip
+            pages=pages,
+            checksums=page_checksum(pages),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
-"""Other projects' adapter branches over the same problem, where they can be imported: PEFT's mixed batch, vLLM's kernels.
+"""Other projects' adapter branches over the same problem, where they can be imported: PEFT's mixed batch,
+vLLM's kernels.
 
-A peer is a function of a `Problem`; it returns what runs the first n layers in place, or None where it is not installed
-or does not take the case. Owns the calls, nothing of what they do.
+A peer is a function of a `Problem`; it returns what runs the first n layers in place, or None where it is not
+installed or does not take the case. Owns the calls, nothing of what they do.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ PEFT_LAYERS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A batch over many layers. x, y [layers] of [rows, d]; weights [layers]; owners [rows]: adapter of each row; a, b
-    [adapters][layers] of [rank, d]; scales [adapters]."""
+    """A batch over many layers. x, y [layers] of [rows, d]; weights [layers]; owners [rows]: adapter of each
+    row; a, b [adapters][layers] of [rank, d]; scales [adapters].
+    """
 
     plan: BatchPlan
     x: list[torch.Tensor]
@@ -96,7 +98,9 @@ def peft(problem: Problem) -> Walk | None:
 
 
 def _stacked(problem: Problem, transpose: bool) -> list[torch.Tensor]:
-    """[layers] of [adapters, largest rank, d_in], or [adapters, d_out, largest rank]: slots padded to one rank."""
+    """[layers] of [adapters, largest rank, d_in], or [adapters, d_out, largest rank]: slots padded to one
+    rank.
+    """
     rank = max(a[0].shape[0] for a in problem.a)
     out = []
     for layer in range(len(problem.x)):

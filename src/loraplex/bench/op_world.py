@@ -1,4 +1,6 @@
-"""Resident random adapters and plans over them for operator measurements: bytes in pages, as the runtime lays them out."""
+"""Resident random adapters and plans over them for operator measurements: bytes in pages, as the runtime lays
+them out.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ PAGE_BYTES: Final = 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Adapters in slots 1 to n. a, b: [n][layers] of [rank, d_in] and [rank, d_out], views into the pool; scales [n]."""
+    """Adapters in slots 1 to n. a, b: [n][layers] of [rank, d_in] and [rank, d_out], views into the pool;
+    scales [n].
+    """
 
     table: AdapterTable
     a: list[list[torch.Tensor]]
@@ -57,16 +61,22 @@ def random_image(
         for e in extents
     ]
     return AdapterImage(
-        key="", kernel_digest="", itemsize=dtype.itemsize,
+        key="",
+        kernel_digest="",
+        itemsize=dtype.itemsize,
         modules=np.array([(s.layer, s.module, s.rank, 0, 0) for s in shapes], dtype=np.int32),
-        extents=np.array(columns, dtype=np.int32), pages=pages, checksums=page_checksum(pages),
-    )  # fmt: skip
+        extents=np.array(columns, dtype=np.int32),
+        pages=pages,
+        checksums=page_checksum(pages),
+    )
 
 
 def resident(
     ranks: Sequence[int], dims: tuple[int, int], layers: int, dtype: torch.dtype, device: torch.device
 ) -> Slots:
-    """One adapter for each rank, pages scattered; adapters of one rank share their values and differ in scale."""
+    """One adapter for each rank, pages scattered; adapters of one rank share their values and differ in
+    scale.
+    """
     images = {rank: random_image(rank, dims, layers, dtype, rank) for rank in set(ranks)}
     total = sum(len(images[rank].pages) for rank in ranks)
     order = (np.random.default_rng(0).permutation(total) + 1).astype(np.int32)
@@ -97,19 +107,33 @@ def plan_of(slots: Sequence[int]) -> BatchPlan:
     n = len(slots)
     zeros = np.zeros(n, dtype=np.int32)
     work = Work(
-        slot=np.arange(n, dtype=np.int32), incarnation=zeros, adapter_slot=np.array(slots, dtype=np.int32),
-        adapter_generation=zeros + 1, kv_start=zeros, rows=zeros + 1, frontier=zeros,
-        decode=np.ones(n, dtype=np.bool_), samples=np.ones(n, dtype=np.bool_), logprobs=zeros - 1,
-        prompt_logprobs=zeros - 1, tokens=zeros, targets=zeros - 1,
-    )  # fmt: skip
+        slot=np.arange(n, dtype=np.int32),
+        incarnation=zeros,
+        adapter_slot=np.array(slots, dtype=np.int32),
+        adapter_generation=zeros + 1,
+        kv_start=zeros,
+        rows=zeros + 1,
+        frontier=zeros,
+        decode=np.ones(n, dtype=np.bool_),
+        samples=np.ones(n, dtype=np.bool_),
+        logprobs=zeros - 1,
+        prompt_logprobs=zeros - 1,
+        tokens=zeros,
+        targets=zeros - 1,
+    )
     return build_plan(work, generation=1)
 
 
 def _with_modules(image: AdapterImage, modules: np.ndarray) -> AdapterImage:
     return AdapterImage(
-        key=image.key, kernel_digest=image.kernel_digest, itemsize=image.itemsize, modules=modules,
-        extents=image.extents, pages=image.pages, checksums=image.checksums,
-    )  # fmt: skip
+        key=image.key,
+        kernel_digest=image.kernel_digest,
+        itemsize=image.itemsize,
+        modules=modules,
+        extents=image.extents,
+        pages=image.pages,
+        checksums=image.checksums,
+    )
 
 
 def _whole(pieces: Sequence[object]) -> torch.Tensor:

@@ -29,9 +29,15 @@ from loraplex.process.activity import activity
 
 
 def operator_bench(
-    device: str, dtype: str, batches: Sequence[int], ranks: Sequence[str], families: Sequence[str], repeats: int,
-    json_file: Path | None, plot_file: Path | None,
-) -> None:  # fmt: skip
+    device: str,
+    dtype: str,
+    batches: Sequence[int],
+    ranks: Sequence[str],
+    families: Sequence[str],
+    repeats: int,
+    json_file: Path | None,
+    plot_file: Path | None,
+) -> None:
     """See `bench.commands.ops`. Raises `config_invalid`."""
     known = (*FAMILIES, TRITON, *PEERS)
     wrong = [name for name in families if name not in known]
@@ -46,9 +52,13 @@ def operator_bench(
     if device == "cpu":
         torch.set_num_threads(len(os.sched_getaffinity(0)))
     options = OpOptions(
-        device=device, dtype=dtype, batches=tuple(batches) or BATCHES, families=tuple(families), repeats=repeats,
+        device=device,
+        dtype=dtype,
+        batches=tuple(batches) or BATCHES,
+        families=tuple(families),
+        repeats=repeats,
         ranks=tuple(_ranks(text) for text in ranks) or RANKS,
-    )  # fmt: skip
+    )
     with activity() as tell:
         rows, rate = run_ops(options, tell)
     for text in summary(rows):

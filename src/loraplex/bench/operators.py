@@ -1,10 +1,11 @@
-"""`loraplex bench ops`: one projection's adapter branch, family by family, beside its floor and the peers at hand.
+"""`loraplex bench ops`: one projection's adapter branch, family by family, beside its floor and the peers at
+hand.
 
-A case is a batch, how popular its adapters are (Punica's four workloads) and their ranks. Factors, inputs and outputs
-exist once for each of many layers and a run walks through all of them, so that operands come from memory where their
-bytes allow; `rotated_bytes` says what a run moves through. On CUDA the walks of `CAPTURED` families are one graph each. The floor
-is the bytes that must move (`ops.ledger.branch_bytes`) at the copy rate (`bench.copy_rate`) of the same run. Errors are against
-float64. Owns no operator.
+A case is a batch, how popular its adapters are (Punica's four workloads) and their ranks. Factors, inputs and
+outputs exist once for each of many layers and a run walks through all of them, so that operands come from
+memory where their bytes allow; `rotated_bytes` says what a run moves through. On CUDA the walks of `CAPTURED`
+families are one graph each. The floor is the bytes that must move (`ops.ledger.branch_bytes`) at the copy
+rate (`bench.copy_rate`) of the same run. Errors are against float64. Owns no operator.
 
 Specification: 0x02H, 0x06B, 0x06D; benchmarks.
 """
@@ -88,8 +89,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
-    """One family in one case. us: median microseconds of a call. floor_us: of the bytes that must move. error: largest
-    deviation from float64 over the largest value; None where it was not computed."""
+    """One family in one case. us: median microseconds of a call. floor_us: of the bytes that must move.
+    error: largest deviation from float64 over the largest value; None where it was not computed.
+    """
 
     workload: str
     batch: int
@@ -161,9 +163,13 @@ def line(row: OpRow) -> str:
 
 
 def _measure(
-    case: Case, options: OpOptions, device: torch.device, dtype: torch.dtype, rate: float,
+    case: Case,
+    options: OpOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    rate: float,
     slow: set[tuple[str, str, str, int]],
-) -> Iterator[OpRow]:  # fmt: skip
+) -> Iterator[OpRow]:
     counts = popularity(case.workload, case.batch)
     ranks = [case.ranks[i % len(case.ranks)] for i in range(len(counts))]
     must = branch_bytes(dict(enumerate(ranks)), case.batch, case.d_in, case.d_out, dtype.itemsize)
@@ -188,9 +194,19 @@ def _measure(
         seconds = _time(walk, layers, options.repeats, device, captured=family in CAPTURED)
         us = 1e6 * seconds / layers
         yield OpRow(
-            case.workload, case.batch, len(counts), case.rank_name, case.d_in, case.d_out, family, us,
-            1e6 * must / rate, base_us, error, must * layers,
-        )  # fmt: skip
+            case.workload,
+            case.batch,
+            len(counts),
+            case.rank_name,
+            case.d_in,
+            case.d_out,
+            family,
+            us,
+            1e6 * must / rate,
+            base_us,
+            error,
+            must * layers,
+        )
         if us > SLOW_US[device.type]:
             slow.add(key)
 
@@ -211,11 +227,15 @@ def _problem(
     turns = -(-2 * CACHE_BYTES[device.type] // (case.d_in * case.d_out * dtype.itemsize))
     weights = [random(case.d_out, case.d_in) * case.d_in**-0.5 for _ in range(min(layers, turns))]
     return Problem(
-        plan, [random(case.batch, case.d_in) for _ in range(layers)],
+        plan,
+        [random(case.batch, case.d_in) for _ in range(layers)],
         [random(case.batch, case.d_out) for _ in range(layers)],
-        [weights[layer % len(weights)] for layer in range(layers)], plan.row_adapters - 1,
-        slots.a, slots.b, slots.scales,
-    )  # fmt: skip
+        [weights[layer % len(weights)] for layer in range(layers)],
+        plan.row_adapters - 1,
+        slots.a,
+        slots.b,
+        slots.scales,
+    )
 
 
 def _walk(family: str, problem: Problem, slots: Slots) -> Callable[[int], None] | None:
@@ -279,9 +299,14 @@ def best_by_case(rows: Sequence[OpRow]) -> dict[tuple[str, int, str], str]:
 def as_record(options: OpOptions, rows: Sequence[OpRow], rate: float) -> dict[str, object]:
     """The whole run as plain values."""
     return {
-        "device": options.device, "dtype": options.dtype, "threads": torch.get_num_threads(), "copy_bytes_per_s": rate,
-        "rows": [{name: getattr(row, name) for name in OpRow.__slots__} | {"ratio": row.ratio} for row in rows],
-    }  # fmt: skip
+        "device": options.device,
+        "dtype": options.dtype,
+        "threads": torch.get_num_threads(),
+        "copy_bytes_per_s": rate,
+        "rows": [
+            {name: getattr(row, name) for name in OpRow.__slots__} | {"ratio": row.ratio} for row in rows
+        ],
+    }
 
 
 def geometric_mean(values: Sequence[float]) -> float:

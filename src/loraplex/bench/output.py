@@ -1,4 +1,6 @@
-"""Files that a benchmark writes: looked at before it measures, so that no slip costs the minutes that it takes."""
+"""Files that a benchmark writes: looked at before it measures, so that no slip costs the minutes that it
+takes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from loraplex.core.errors import CallerError, ErrorCode
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Raise `config_invalid` for a file that cannot be written; None stands for no file. Leaves nothing behind."""
+    """Raise `config_invalid` for a file that cannot be written; None stands for no file. Leaves nothing
+    behind.
+    """
     for path in paths:
         if path is not None:
             there = os.path.lexists(path)

@@ -59,11 +59,15 @@ def _chart(title: str, x_name: str, y_name: str, series: Series) -> str:
         out.append(f'<path d="M{LEFT} {y:.1f}H{LEFT + wide}" stroke="#ddd"/>')
         out.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{10.0**exponent:g}</text>')
     out.append(f'<text x="{LEFT + wide / 2}" y="{HEIGHT - 12}" text-anchor="middle">{escape(x_name)}</text>')
-    out.append(f'<text x="14" y="{TOP + high / 2}" transform="rotate(-90 14 {TOP + high / 2})" text-anchor="middle">{escape(y_name)}</text>')  # fmt: skip
+    out.append(
+        f'<text x="14" y="{TOP + high / 2}" transform="rotate(-90 14 {TOP + high / 2})" text-anchor="middle">{escape(y_name)}</text>'
+    )
     for index, (name, line) in enumerate(series.items()):
         colour = COLOURS[index % len(COLOURS)]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in (place(*point) for point in sorted(line)))
         if path:
             out.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
-        out.append(f'<text x="{WIDTH - RIGHT + 10}" y="{TOP + 14 + 16 * index}" fill="{colour}">{escape(name)}</text>')  # fmt: skip
+        out.append(
+            f'<text x="{WIDTH - RIGHT + 10}" y="{TOP + 14 + 16 * index}" fill="{colour}">{escape(name)}</text>'
+        )
     return "".join(out)

@@ -1,7 +1,9 @@
-"""`loraplex bench step`: processor time that the control plane takes for one iteration, with nothing behind it.
+"""`loraplex bench step`: processor time that the control plane takes for one iteration, with nothing behind
+it.
 
-The engine that a server runs, over a backend that answers each plan with made-up tokens at once; what the backend takes
-is not counted. Every request decodes; others wait. Specification: benchmarks (host time a step).
+The engine that a server runs, over a backend that answers each plan with made-up tokens at once; what the
+backend takes is not counted. Every request decodes; others wait. Specification: benchmarks (host time a
+step).
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ PARTS: Final = ("drain", "admit", "reserve", "plan", "execute", "commit", "publi
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Milliseconds of processor time of a decode step: whole, and planning alone; medians and 99th percentile.
+    """Milliseconds of processor time of a decode step: whole, and planning alone; medians and 99th
+    percentile.
 
-    adapters: distinct ones. parts_ms: medians of the step's seven calls; `execute` validates, packs and launches.
+    adapters: distinct ones. parts_ms: medians of the step's seven calls; `execute` validates, packs and
+    launches.
     """
 
     running: int
@@ -68,9 +72,12 @@ class _Echo:
             intact=1,
         )
         result = StepResult(
-            generation=read.generation, execute_us=1, tokens=np.full(count, 7, np.int32),
-            logprob_indptr=np.zeros(count + 1, np.int32), copied=copied,
-        )  # fmt: skip
+            generation=read.generation,
+            execute_us=1,
+            tokens=np.full(count, 7, np.int32),
+            logprob_indptr=np.zeros(count + 1, np.int32),
+            copied=copied,
+        )
         self._results.append(result.pack())
         self.spent_ns += time.thread_time_ns() - started
 
@@ -93,7 +100,8 @@ class _Plans:
 
 
 class StepBench:
-    """An engine with `running` requests decoding, over `adapters` adapters in turn, and `waiting` more in its queue.
+    """An engine with `running` requests decoding, over `adapters` adapters in turn, and `waiting` more in its
+    queue.
 
     Every adapter is resident before the first request comes, so that the running ones do name so many.
     """
@@ -119,10 +127,20 @@ class StepBench:
         self._until(lambda: sum(entry.resident for entry in self.engine.state.adapters.values()) == adapters)
         prompt = np.arange(128, dtype="<i4").tobytes()
         sampling = EngineSampling(
-            max_tokens=WARM_STEPS + 2 * steps + 200, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0,
-            repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, logit_bias=(), stop_token_ids=(),
-            logprobs=-1, prompt_logprobs=-1,
-        )  # fmt: skip
+            max_tokens=WARM_STEPS + 2 * steps + 200,
+            temperature=0.0,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            seed=0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            logit_bias=(),
+            stop_token_ids=(),
+            logprobs=-1,
+            prompt_logprobs=-1,
+        )
         for index in range(running + waiting):
             adapter = keys[index % adapters] if adapters else None
             self.mailbox.post(Submit(f"r{index}", prompt, sampling, adapter))
@@ -141,10 +159,14 @@ class StepBench:
             self.engine.step()
             times.append((time.thread_time_ns() - started - (self.backend.spent_ns - before)) / 1e6)
         return StepRow(
-            self.running, self.waiting, self.adapters, statistics.median(times), float(np.percentile(times, 99)),
+            self.running,
+            self.waiting,
+            self.adapters,
+            statistics.median(times),
+            float(np.percentile(times, 99)),
             statistics.median(self.plans.ns) / 1e6,
             {name: round(statistics.median(spent) / 1e6, 4) for name, spent in parts.items()},
-        )  # fmt: skip
+        )
 
     def _decoding(self) -> bool:
         table = self.engine.state.table

@@ -1,4 +1,6 @@
-"""Random PEFT adapters for measurements: a rank on all linears of a base, small enough to leave its text readable."""
+"""Random PEFT adapters for measurements: a rank on all linears of a base, small enough to leave its text
+readable.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Traffic as users make it: how many ask, how often, for which adapters, how much; and what became of it.
 
-A closed loop keeps so many requests open; arrivals are Poisson. Lengths are fixed or log-normal, adapters are taken in
-turn or by Zipf's law. Draws depend on a seed alone. Never touches a socket or a clock.
+A closed loop keeps so many requests open; arrivals are Poisson. Lengths are fixed or log-normal, adapters are
+taken in turn or by Zipf's law. Draws depend on a seed alone. Never touches a socket or a clock.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ TPOT_MS: Final = 20.0
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     """One case. clients: of a closed loop; 0: arrivals at `rate` a second. adapters: 0 for the base alone.
 
-    zipf: exponent of their popularity, 0 for in turn. prompt, new: tokens of each request, or medians where `mixed`, then
-    at most `prompt_most` and `new_most`. text: prompts are text, a byte a token, else token ids.
+    zipf: exponent of their popularity, 0 for in turn. prompt, new: tokens of each request, or medians where
+    `mixed`, then at most `prompt_most` and `new_most`. text: prompts are text, a byte a token, else token
+    ids.
     """
 
     clients: int = 0
@@ -59,7 +60,7 @@ CASES: Final = (
     mixed(clients=128),
     mixed(rate=35.0),
     mixed(rate=35.0, adapters=0, zipf=0.0),
-)  # fmt: skip
+)
 """The rows of docs/benchmarks.md."""
 
 
@@ -102,7 +103,9 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct):
-    """What one client process saw. tokens: that came inside the measured time. failed: requests, with a first message."""
+    """What one client process saw. tokens: that came inside the measured time. failed: requests, with a first
+    message.
+    """
 
     done: list[Done] = []
     tokens: float = 0.0
@@ -113,8 +116,9 @@ class Seen(msgspec.Struct):
 class Row(msgspec.Struct, frozen=True):
     """One measured case; times in milliseconds at the median and the 99th percentile.
 
-    longest: the longest time between two tokens of a request. good: share of requests that met the objective; goodput:
-    of them, how many a second. server_cores, engine_cores: processor seconds a second of each process.
+    longest: the longest time between two tokens of a request. good: share of requests that met the objective;
+    goodput: of them, how many a second. server_cores, engine_cores: processor seconds a second of each
+    process.
     """
 
     case: str
@@ -136,11 +140,18 @@ def row(traffic: Traffic, seen: Sequence[Seen], seconds: float, server_s: float,
     good = sum(one.ttft <= TTFT_MS and one.tpot <= TPOT_MS for one in done)
     several = [one for one in done if one.tpot]
     return Row(
-        traffic.name, seconds, len(done), sum(part.tokens for part in seen) / seconds,
-        _middle([one.ttft for one in done]), _middle([one.tpot for one in several]),
-        _middle([one.longest for one in several]), good / max(len(done), 1), good / seconds, server_s / seconds,
+        traffic.name,
+        seconds,
+        len(done),
+        sum(part.tokens for part in seen) / seconds,
+        _middle([one.ttft for one in done]),
+        _middle([one.tpot for one in several]),
+        _middle([one.longest for one in several]),
+        good / max(len(done), 1),
+        good / seconds,
+        server_s / seconds,
         engine_s / seconds,
-    )  # fmt: skip
+    )
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float]:

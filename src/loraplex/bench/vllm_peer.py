@@ -1,9 +1,9 @@
 """A vLLM engine as a child process: generates what it is told and answers how long that took.
 
-Runs under another interpreter, the one that vLLM is installed in, and so imports nothing of ours. Frames of JSON cross its
-pipes as `process/pipe.py` says. The first is {model, dtype, adapters as [name, folder] pairs, max_rank, requests,
-positions}, answered with {"ready"} once the engine is loaded. Then each is {"prompts": [[token ids]], "adapters": [index or
-null], "new_tokens": [n]} and is answered with {"seconds", "tokens"}.
+Runs under another interpreter, the one that vLLM is installed in, and so imports nothing of ours. Frames of
+JSON cross its pipes as `process/pipe.py` says. The first is {model, dtype, adapters as [name, folder] pairs,
+max_rank, requests, positions}, answered with {"ready"} once the engine is loaded. Then each is {"prompts":
+[[token ids]], "adapters": [index or null], "new_tokens": [n]} and is answered with {"seconds", "tokens"}.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The base model as adapter registration needs it: its modules, identity, page geometry and, for some methods, weights.
+"""The base model as adapter registration needs it: its modules, identity, page geometry and, for some
+methods, weights.
 
-H_base covers the bytes of the weight files, the effective configuration, how weights are transformed on load, and the
-map of target modules (0x01G). A dummy base has a digest of its own kind and never equals a real one.
+H_base covers the bytes of the weight files, the effective configuration, how weights are transformed on load,
+and the map of target modules (0x01G). A dummy base has a digest of its own kind and never equals a real one.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ _CHUNK: Final = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """modules: adaptable modules. abi: H_base. kv: KV geometry of a page. dtype: element type of factors and KV.
+    """modules: adaptable modules. abi: H_base. kv: KV geometry of a page. dtype: element type of factors and
+    KV.
 
-    facts: what adapters' files are held against beside the modules. Plain values, which a preparation's process is told.
+    facts: what adapters' files are held against beside the modules. Plain values, which a preparation's
+    process is told.
     """
 
     spec: DecoderSpec
@@ -49,7 +52,9 @@ class BaseModel:
 
     @property
     def tensors(self) -> BaseTensors | None:
-        """Its weights, for the methods that need them; a fresh reader, which keeps what it learns of the files."""
+        """Its weights, for the methods that need them; a fresh reader, which keeps what it learns of the
+        files.
+        """
         return None if self.weights is None else CheckpointTensors(self.weights, self.modules)
 
     @property

@@ -1,4 +1,5 @@
-"""What a base's folder says beside its weights, for adapters to be held against: names, commit, tokenizer, companions.
+"""What a base's folder says beside its weights, for adapters to be held against: names, commit, tokenizer,
+companions.
 
 Specification: 0x01G (base identity); rulings "Text".
 """
@@ -15,7 +16,9 @@ from loraplex.text.codec import load_tokenizer
 
 
 def read_base_facts(folder: Path, *names: str) -> BaseFacts:
-    """The facts of the base in `folder`. names: others that it is served under. Raises what its files' readers raise."""
+    """The facts of the base in `folder`. names: others that it is served under. Raises what its files'
+    readers raise.
+    """
     path = folder.absolute()
     given = read_config(folder).get("_name_or_path")
     texts = [*names, base_name(path), str(path), *([given] if isinstance(given, str) else [])]

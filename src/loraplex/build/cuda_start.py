@@ -1,4 +1,5 @@
-"""A CUDA engine's backend: weights, warm-up, pool and graphs in the order of start-up; sizes follow what memory is left.
+"""A CUDA engine's backend: weights, warm-up, pool and graphs in the order of start-up; sizes follow what
+memory is left.
 
 Specification: rulings "Start-up".
 """
@@ -45,9 +46,13 @@ LimitsFor = Callable[[int | None], EngineLimits]
 
 
 def cuda_runner(
-    config: EngineConfig, base: BaseModel, limits_for: LimitsFor, images: ImageSource, sampled_vocab: int,
+    config: EngineConfig,
+    base: BaseModel,
+    limits_for: LimitsFor,
+    images: ImageSource,
+    sampled_vocab: int,
     report: Report | None = None,
-) -> tuple[ModelRunner, EngineLimits]:  # fmt: skip
+) -> tuple[ModelRunner, EngineLimits]:
     """A runner that is ready, and the sizes that its control plane must plan with.
 
     report: told about every stage. Raises `config_invalid` where the model leaves no room for a pool.
@@ -77,9 +82,15 @@ def cuda_runner(
         if not config.scrub:
             pool[0].zero_()
         runner = ModelRunner(
-            decoder, sizes.kv, sizes.bounds, images, sampled_vocab=sampled_vocab, pool=pool,
-            executor=parts.executor(sizes.bounds), stream=stream,
-        )  # fmt: skip
+            decoder,
+            sizes.kv,
+            sizes.bounds,
+            images,
+            sampled_vocab=sampled_vocab,
+            pool=pool,
+            executor=parts.executor(sizes.bounds),
+            stream=stream,
+        )
         assert isinstance(runner.executor, CudaExecutor)
         started = time.perf_counter()
         Warmth(parts, runner.executor, _quiet).capture()
@@ -91,8 +102,8 @@ def cuda_runner(
 def lock_images(images: ImageSource, report: Report | None = None) -> Callable[[], None]:
     """Find memory for the region of an image store and page-lock it, so that its images are read in place.
 
-    Returns what unlocks it, for when nothing is copied any more. Does nothing for a source without a region. Raises
-    `config_invalid` where the machine does not have the memory.
+    Returns what unlocks it, for when nothing is copied any more. Does nothing for a source without a region.
+    Raises `config_invalid` where the machine does not have the memory.
     """
     region = images.region() if isinstance(images, ImageStore) else None
     if region is None:
@@ -151,10 +162,17 @@ def _warm_up(
 ) -> None:
     """Kernels and the largest chunk over a pool of nothing but the null page."""
     runner = ModelRunner(
-        parts.decoder, small.kv, replace(small.bounds, num_pages=SCRATCH_PAGES), images,
-        sampled_vocab=sampled, executor=parts.executor(small.bounds, (1,)), stream=stream,
-        pool=torch.zeros((SCRATCH_PAGES, small.kv.page_bytes), dtype=torch.uint8, device=parts.decoder.weights.device),
-    )  # fmt: skip
+        parts.decoder,
+        small.kv,
+        replace(small.bounds, num_pages=SCRATCH_PAGES),
+        images,
+        sampled_vocab=sampled,
+        executor=parts.executor(small.bounds, (1,)),
+        stream=stream,
+        pool=torch.zeros(
+            (SCRATCH_PAGES, small.kv.page_bytes), dtype=torch.uint8, device=parts.decoder.weights.device
+        ),
+    )
     assert isinstance(runner.executor, CudaExecutor)
     warmth = Warmth(parts, runner.executor, say)
     warmth.largest_chunk()

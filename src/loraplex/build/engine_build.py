@@ -1,4 +1,6 @@
-"""Wires one engine: base description, weights, pool, backend, control plane. The only place that knows both towers."""
+"""Wires one engine: base description, weights, pool, backend, control plane. The only place that knows both
+towers.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ def build_engine(
 ) -> BuiltEngine:
     """Load the model and make an engine over it. Raises a typed error for what cannot be served.
 
-    images: where adapter images come from, None for the configuration's folder; only for a model in this process.
+    images: where adapter images come from, None for the configuration's folder; only for a model in this
+    process.
     """
     name, sentence = _dtype(config)
     base = describe_model(config)
@@ -106,7 +109,8 @@ def build_engine(
 def make_loader(
     config: EngineConfig, held: ExitStack
 ) -> tuple[Loader | None, EngineConfig, int | None, list[str]]:
-    """The loader that the configuration names, the configuration that goes with it, its bytes, and what to say of it.
+    """The loader that the configuration names, the configuration that goes with it, its bytes, and what to
+    say of it.
 
     held: what is let go of with the engine.
     """
@@ -124,8 +128,9 @@ def make_loader(
 def _make_region(config: EngineConfig, folder: Path, limit: int) -> list[str]:
     """The region of a CUDA engine's host folder, for whoever locks it; what to say of it.
 
-    By default half of what the limit allows, 4 GiB at most, because what is free in it between images is nobody else's, and none where images lie in files: what is locked there would be
-    written to a disk. Raises `config_invalid` for one that was asked for and cannot be.
+    By default half of what the limit allows, 4 GiB at most, because what is free in it between images is
+    nobody else's, and none where images lie in files: what is locked there would be written to a disk. Raises
+    `config_invalid` for one that was asked for and cannot be.
     """
     if config.device == "cpu" or config.host_locked_gb == 0:
         return []
@@ -272,14 +277,17 @@ def make_runner(
 
 
 def build_runner(config: EngineConfig, base_abi: str | None = None) -> Backend:
-    """What a worker's process builds: the runner that an engine would have in its own. base_abi: H_base, if known."""
+    """What a worker's process builds: the runner that an engine would have in its own. base_abi: H_base, if
+    known.
+    """
     return make_runner(config, describe_model(config, base_abi))[0]
 
 
 def engine_limits(config: EngineConfig, base: BaseModel, pool_bytes: int | None = None) -> EngineLimits:
     """Sizes of an engine, derived where the configuration leaves them open.
 
-    pool_bytes: what the pool gets where the configuration does not say, a measured figure or the CPU's default.
+    pool_bytes: what the pool gets where the configuration does not say, a measured figure or the CPU's
+    default.
     """
     kv, on_cpu = base.kv, config.device == "cpu"
     if config.pool_gb is None and pool_bytes is None and not on_cpu:

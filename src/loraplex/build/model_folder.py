@@ -1,4 +1,5 @@
-"""Which folder holds the model that was asked for, and what clients call it. Converts a GGUF once, with a progress bar.
+"""Which folder holds the model that was asked for, and what clients call it. Converts a GGUF once, with a
+progress bar.
 
 Specification: rulings "Start-up", "Embedded default".
 """

@@ -1,11 +1,11 @@
 """The store of downloaded adapters: folders named by the digest of their files, complete or absent.
 
-A download goes into a staging folder of its source, continues where an earlier one stopped if the remote file still
-has its tag, is checked for size, hashed, and appears by one rename. One that cannot succeed leaves nothing; what one that
-broke off has left counts against the limit, and goes when somebody else needs the room. What is read from the store is hashed again; a
-folder that does not have its digest is dropped. The store has a limit: what no revision names goes first, then what
-only superseded ones name, the least recently used first; never what somebody is reading. Shared by all servers of a
-cache folder.
+A download goes into a staging folder of its source, continues where an earlier one stopped if the remote file
+still has its tag, is checked for size, hashed, and appears by one rename. One that cannot succeed leaves
+nothing; what one that broke off has left counts against the limit, and goes when somebody else needs the
+room. What is read from the store is hashed again; a folder that does not have its digest is dropped. The
+store has a limit: what no revision names goes first, then what only superseded ones name, the least recently
+used first; never what somebody is reading. Shared by all servers of a cache folder.
 
 Specification: architecture "Names and what they stand for"; 0x0C (malformed input fails closed).
 """
@@ -76,7 +76,8 @@ class ArtifactStore:
     def reading(
         self, source: RemoteSource, content: str | None = None, progress: Progress | None = None
     ) -> Iterator[tuple[Path, str]]:
-        """The folder of a source's files and its key, downloaded if it is not here; kept until the context ends.
+        """The folder of a source's files and its key, downloaded if it is not here; kept until the context
+        ends.
 
         content: the key that it must have; then nothing is asked of the source where the store has it. Raises
         `adapter_source_*`, `adapter_too_large`, `artifact_store_full`.
@@ -107,7 +108,9 @@ class ArtifactStore:
         return sum(_folder_bytes(path) for path in self._entries.iterdir())
 
     def reclaim(self, current: Collection[str], superseded: Collection[str], need_bytes: int = 0) -> int:
-        """Delete until `need_bytes` more fit under the limit; what current revisions name stays. Bytes deleted."""
+        """Delete until `need_bytes` more fit under the limit; what current revisions name stays. Bytes
+        deleted.
+        """
         excess = self.total_bytes() + need_bytes - self.limit_bytes
         freed = 0
         candidates = [path for path in self._entries.iterdir() if path.name not in current]

@@ -1,7 +1,8 @@
-"""An audit of a whole catalog: every record against its seal, every relation between records, the log against both.
+"""An audit of a whole catalog: every record against its seal, every relation between records, the log against
+both.
 
-What a server checks when it reads an alias is checked here for everything that was ever published. Changes nothing.
-Specification: 0x01G, 0x0D; rulings "Identity".
+What a server checks when it reads an alias is checked here for everything that was ever published. Changes
+nothing. Specification: 0x01G, 0x0D; rulings "Identity".
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ Namespace = Annotated[str, Parameter(help="Namespace: the tenant that the alias 
 
 @contextmanager
 def _catalog(url: str, *, create: bool = False) -> Iterator[CatalogStore]:
-    """create: a catalog that is not there is made; else a slip in the URL would be read as an empty, sound one."""
+    """create: a catalog that is not there is made; else a slip in the URL would be read as an empty, sound
+    one.
+    """
     from loraplex.catalog.store import CatalogStore
 
     store = CatalogStore.open(url, create=create)

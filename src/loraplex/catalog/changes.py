@@ -1,4 +1,5 @@
-"""The words of a change to the catalog: what is to be published, what it expects to replace, what others did since.
+"""The words of a change to the catalog: what is to be published, what it expects to replace, what others did
+since.
 
 Specification: 0x07F (publication by compare-and-set).
 """
@@ -62,10 +63,11 @@ ANYTHING: Final = Expectation()
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Aliases that changed up to `generation`; grants: all of them when any changed, else None; and damaged ones.
+    """Aliases that changed up to `generation`; grants: all of them when any changed, else None; and damaged
+    ones.
 
-    revoked: semantic digests that were revoked since, for everybody; revoked_at_home: those that a tenant revoked for its
-    own namespace, where alone they were published.
+    revoked: semantic digests that were revoked since, for everybody; revoked_at_home: those that a tenant
+    revoked for its own namespace, where alone they were published.
     """
 
     generation: int

@@ -1,7 +1,8 @@
 """A connection to the catalog's database: SQLite (a file, or in memory) or PostgreSQL, by URL.
 
-Owns transactions and what a failure of the database becomes. Synchronous: whoever has an event loop calls it from
-another thread. Writers take the database's write lock first, so that a compare-and-set reads what it will replace.
+Owns transactions and what a failure of the database becomes. Synchronous: whoever has an event loop calls it
+from another thread. Writers take the database's write lock first, so that a compare-and-set reads what it
+will replace.
 
 Specification: rulings "Dependencies" (SQLAlchemy Core, synchronous); 0x07F.
 """
@@ -87,7 +88,8 @@ class Database:
 
     @contextmanager
     def _transaction(self, *, write: bool) -> Iterator[Connection]:
-        # SQLite writers take turns in the process, without waiting for the file; PostgreSQL has its own row lock.
+        # SQLite writers take turns in the process, without waiting for the file; PostgreSQL has its own row
+        # lock.
         sqlite = self._engine.dialect.name == "sqlite"
         turn: AbstractContextManager[object] = self._turn if sqlite else nullcontext()
         with turn, self._engine.connect() as plain:

@@ -1,8 +1,9 @@
 """Locks between processes by name, each a file that is there only while somebody uses it.
 
-Whoever has a name for itself alone takes its file away before letting go; whoever shares one does so if nobody else has it.
-Between opening a file and locking it another process may have taken it away: then the name stands for another file, or for
-none, and one starts over. What a killed process leaves, the next user of the name or the next `sweep` removes.
+Whoever has a name for itself alone takes its file away before letting go; whoever shares one does so if
+nobody else has it. Between opening a file and locking it another process may have taken it away: then the
+name stands for another file, or for none, and one starts over. What a killed process leaves, the next user of
+the name or the next `sweep` removes.
 """
 
 from __future__ import annotations

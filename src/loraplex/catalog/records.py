@@ -1,11 +1,12 @@
-"""The catalog's records: artifacts, immutable revisions, grants; their text, their seals, and what makes them valid.
+"""The catalog's records: artifacts, immutable revisions, grants; their text, their seals, and what makes them
+valid.
 
-A record is stored as canonical JSON beside a seal, the digest of that text. What comes back from a database is
-accepted only when the text is strict, the seal is right, and every digest follows from the others: a row that somebody
-edited is refused, never served. Owns no storage.
+A record is stored as canonical JSON beside a seal, the digest of that text. What comes back from a database
+is accepted only when the text is strict, the seal is right, and every digest follows from the others: a row
+that somebody edited is refused, never served. Owns no storage.
 
-Specification: 0x01G (an alias is provenance, the bytes are identity), 0x0D (alias treated as content); rulings
-"Identity", "Tenants".
+Specification: 0x01G (an alias is provenance, the bytes are identity), 0x0D (alias treated as content);
+rulings "Identity", "Tenants".
 """
 
 from __future__ import annotations
@@ -60,10 +61,12 @@ class Right(StrEnum):
 
 
 class ArtifactRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An artifact over a base: its digests (H_base, H_artifact, activation policy, H_adapter_semantic) and figures.
+    """An artifact over a base: its digests (H_base, H_artifact, activation policy, H_adapter_semantic) and
+    figures.
 
-    The figures are those of the files that were read: a revision has its own, the table of artifacts those of the first.
-    nbytes: of all tensors, as they were read. invocation_tokens: of an activated adapter, from which its policy follows.
+    The figures are those of the files that were read: a revision has its own, the table of artifacts those of
+    the first. nbytes: of all tensors, as they were read. invocation_tokens: of an activated adapter, from
+    which its policy follows.
     """
 
     base: str
@@ -80,13 +83,15 @@ class ArtifactRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     invocation_tokens: tuple[int, ...] = ()
 
     def same_function(self, other: ArtifactRecord) -> bool:
-        """Whether both are one function. Figures of the files that it was read from may differ: one that carries copies
-        of what the base has anyway has more tensors and bytes than one that does not.
+        """Whether both are one function. Figures of the files that it was read from may differ: one that
+        carries copies of what the base has anyway has more tensors and bytes than one that does not.
         """
         return all(getattr(self, name) == getattr(other, name) for name in _OF_THE_FUNCTION)
 
     def check(self) -> None:
-        """Raise `catalog_record_invalid` unless every digest is one and follows, and every tensor was applied."""
+        """Raise `catalog_record_invalid` unless every digest is one and follows, and every tensor was
+        applied.
+        """
         for name in ("base", "artifact", "activation", "semantic"):
             _digest(name, getattr(self, name))
         if self.semantic != semantic_abi(self.base, self.artifact, self.activation):
@@ -111,10 +116,10 @@ class ArtifactRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One published revision of an alias in a namespace, for ever the same.
 
-    generation: the catalog's when it was published. source: where the bytes were read, for provenance and for reading
-    them again; never part of identity. content: key in the artifact store, None for a local folder. actor: who
-    published it. at_ms: when, milliseconds since 1970. card: what its card said of its use. text: whose text its requests use,
-    "adapter" or "base"; None is the server's default.
+    generation: the catalog's when it was published. source: where the bytes were read, for provenance and for
+    reading them again; never part of identity. content: key in the artifact store, None for a local folder.
+    actor: who published it. at_ms: when, milliseconds since 1970. card: what its card said of its use. text:
+    whose text its requests use, "adapter" or "base"; None is the server's default.
     """
 
     namespace: str
@@ -164,7 +169,9 @@ class Revision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
             raise damaged("a card of an activated adapter stands beside one that is always on")
 
     def describe(self, live: Mapping[str, Any]) -> dict[str, Any]:
-        """The adapter's public JSON (interface "HTTP"). live: the engine's entry for it, empty where it has none."""
+        """The adapter's public JSON (interface "HTTP"). live: the engine's entry for it, empty where it has
+        none.
+        """
         artifact = self.artifact
         return {
             "alias": self.alias,

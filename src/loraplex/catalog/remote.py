@@ -1,8 +1,9 @@
 """Files of a remote folder, read synchronously: their sizes and tags, and ranges of their bytes.
 
-Object stores and hubs are read through obstore, web addresses by `web`, which goes nowhere else. Every read is bound to the tag that was seen first, so bytes of two versions never mix. A source that does not answer
-ends as a typed error within a bound. Runs in the loader process, in plain calls. Never lists a folder: a load has fixed
-names, and a web server has no listing.
+Object stores and hubs are read through obstore, web addresses by `web`, which goes nowhere else. Every read
+is bound to the tag that was seen first, so bytes of two versions never mix. A source that does not answer
+ends as a typed error within a bound. Runs in the loader process, in plain calls. Never lists a folder: a load
+has fixed names, and a web server has no listing.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class RemoteFolder:
         return RemoteFile(name, int(meta["size"]), meta["e_tag"] or meta["version"])
 
     def read(self, file: RemoteFile, start: int, end: int) -> bytes:
-        """Bytes [start, end) of the version that was looked at. Raises `adapter_source_changed` for another one."""
+        """Bytes [start, end) of the version that was looked at. Raises `adapter_source_changed` for another
+        one.
+        """
         size, tag, data = (
             self._read_stored(file, start, end) if self._web is None else self._read_web(file, start, end)
         )

@@ -1,7 +1,8 @@
-"""The durable record of each served request: which bytes, under which identity, at which generations, answered it.
+"""The durable record of each served request: which bytes, under which identity, at which generations,
+answered it.
 
-Written in batches by whoever served it, found by request id, bounded by age and number. Holds no prompt and no output.
-Specification: 0x01G (request binding, slot binding, generation snapshot); rulings "Identity".
+Written in batches by whoever served it, found by request id, bounded by age and number. Holds no prompt and
+no output. Specification: 0x01G (request binding, slot binding, generation snapshot); rulings "Identity".
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ _MS: Final = 1000
 
 
 class ChoiceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One sample. seed: the one that was drawn from. slot: the slot binding of its last admission; None for the base
-    and where no token came. generations: text form of the vector that its first token of that admission saw. history: under
-    which executions its KV rows were made, from which position each. reused_tokens: whose rows that admission did not compute.
+    """One sample. seed: the one that was drawn from. slot: the slot binding of its last admission; None for
+    the base and where no token came. generations: text form of the vector that its first token of that
+    admission saw. history: under which executions its KV rows were made, from which position each.
+    reused_tokens: whose rows that admission did not compute.
     """
 
     seed: int
@@ -39,10 +41,11 @@ class ChoiceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ProvenanceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One attempt of one request. Digests: base, artifact, semantic and kernel ABI (None for the base model), and the
-    request binding, which covers them, the tenant, the id, the attempt and the sampling policy. model: what was served,
-    `alias@revision` or the base's name. catalog_generation: at which the name was resolved. at_ms: its end, since 1970.
-    cache_abi, graph_revision, cache_namespace: what its blocks' keys began with (0x08H).
+    """One attempt of one request. Digests: base, artifact, semantic and kernel ABI (None for the base model),
+    and the request binding, which covers them, the tenant, the id, the attempt and the sampling policy.
+    model: what was served, `alias@revision` or the base's name. catalog_generation: at which the name was
+    resolved. at_ms: its end, since 1970. cache_abi, graph_revision, cache_namespace: what its blocks' keys
+    began with (0x08H).
     """
 
     request_id: str
@@ -87,10 +90,13 @@ class RequestLog:
             text = canonical(msgspec.to_builtins(record))
             rows.append(
                 {
-                    "request_id": record.request_id, "tenant": record.tenant, "at_ms": record.at_ms,
-                    "record": text.decode(), "seal": seal(text),
+                    "request_id": record.request_id,
+                    "tenant": record.tenant,
+                    "at_ms": record.at_ms,
+                    "record": text.decode(),
+                    "seal": seal(text),
                 }
-            )  # fmt: skip
+            )
         if rows:
             with self._database.writing() as connection:
                 connection.execute(insert(requests), rows)

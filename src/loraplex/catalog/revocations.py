@@ -1,7 +1,8 @@
 """What was revoked, and for whom.
 
-The operator's revocations are rows of their own and bind everybody. A tenant's is a line of the log that names its
-namespace, and binds that alone: what others publish is not a tenant's to refuse, and two tenants may have the same bytes.
+The operator's revocations are rows of their own and bind everybody. A tenant's is a line of the log that
+names its namespace, and binds that alone: what others publish is not a tenant's to refuse, and two tenants
+may have the same bytes.
 
 Specification: 0x07I; rulings "Tenants".
 """
@@ -27,7 +28,9 @@ def check_not_revoked(connection: Connection, semantic: str, namespace: str | No
 
 
 def is_revoked(connection: Connection, semantic: str, namespace: str | None) -> bool:
-    """Whether an artifact was revoked for everybody, or by the tenant of a namespace, if one is named, for its own."""
+    """Whether an artifact was revoked for everybody, or by the tenant of a namespace, if one is named, for
+    its own.
+    """
     everywhere = select(revoked.c.semantic).where(revoked.c.semantic == semantic)
     if connection.execute(everywhere).first() is not None:
         return True
@@ -50,7 +53,9 @@ def revoked_by_tenants(connection: Connection, after: int) -> tuple[str, ...]:
 
 
 def served_elsewhere(connection: Connection, semantic: str, tenant: str) -> bool:
-    """Whether an earlier revision of a living alias in another namespace is the artifact, and served by its number."""
+    """Whether an earlier revision of a living alias in another namespace is the artifact, and served by its
+    number.
+    """
     joined = revisions.join(
         aliases, and_(aliases.c.namespace == revisions.c.namespace, aliases.c.alias == revisions.c.alias)
     )

@@ -1,4 +1,5 @@
-"""What a publication writes: the rows of an artifact, a revision, an alias, a grant, each sealed. Inside its transaction.
+"""What a publication writes: the rows of an artifact, a revision, an alias, a grant, each sealed. Inside its
+transaction.
 
 Never decides what is published. Specification: 0x07F; rulings "Identity".
 """
@@ -28,7 +29,9 @@ def insert_grant(connection: Connection, record: Grant, generation: int) -> None
 
 
 def insert_artifact(connection: Connection, record: ArtifactRecord) -> None:
-    """The artifact's row, or the one that is there, of the same function; of other files, it may tell other figures."""
+    """The artifact's row, or the one that is there, of the same function; of other files, it may tell other
+    figures.
+    """
     text = encode(record)
     found = connection.execute(
         select(artifacts.c.record, artifacts.c.seal).where(artifacts.c.semantic == record.semantic)

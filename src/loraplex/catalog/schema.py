@@ -1,7 +1,8 @@
 """Tables of the catalog, the same in SQLite and PostgreSQL, with the triggers that keep what is immutable so.
 
-`catalog_meta` has one row: the schema's version and the catalog's generation, which each publication advances by one.
-`publications` is the log: one row a generation. Artifacts, revisions, publications and revocations are only ever added.
+`catalog_meta` has one row: the schema's version and the catalog's generation, which each publication advances
+by one. `publications` is the log: one row a generation. Artifacts, revisions, publications and revocations
+are only ever added.
 
 Specification: 0x07F; rulings "Identity".
 """
@@ -128,7 +129,8 @@ IMMUTABLE: Final = ("artifacts", "revisions", "publications", "revoked")
 
 
 def create(connection: Connection) -> None:
-    """Make the tables in an empty database, or check those that are there; raises `config_invalid` for another schema.
+    """Make the tables in an empty database, or check those that are there; raises `config_invalid` for
+    another schema.
 
     Runs inside the caller's write transaction, so two servers that start at once make them once.
     """

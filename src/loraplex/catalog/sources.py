@@ -1,9 +1,10 @@
 """Where an adapter may come from: a local folder, an object store, a web server, a hub pinned to a commit.
 
-Owns the text of a source, and what a remote caller may name: a local path only inside an allowed root, links followed,
-`..`, links that leave it, devices and pipes refused; a web address only under an allowed prefix, since the server
-would fetch it from inside its network. Object stores and hubs are read with the server's own credentials and are the
-operator's to grant; a prefix given for their scheme narrows them to it. Opens nothing.
+Owns the text of a source, and what a remote caller may name: a local path only inside an allowed root, links
+followed, `..`, links that leave it, devices and pipes refused; a web address only under an allowed prefix,
+since the server would fetch it from inside its network. Object stores and hubs are read with the server's own
+credentials and are the operator's to grant; a prefix given for their scheme narrows them to it. Opens
+nothing.
 
 Specification: rulings "Tenants"; interface "Command line".
 """
@@ -47,7 +48,9 @@ class LocalSource:
 
 @dataclass(frozen=True, slots=True)
 class RemoteSource:
-    """A folder elsewhere. scheme: of its text. url: what the object-store library opens. text: as it was given."""
+    """A folder elsewhere. scheme: of its text. url: what the object-store library opens. text: as it was
+    given.
+    """
 
     text: str
     scheme: str
@@ -60,8 +63,8 @@ def is_remote(source: str) -> bool:
 
 
 def parse_source(source: str) -> LocalSource | RemoteSource:
-    """What a source names. Raises `unsupported_option` for an unknown scheme, `adapter_source_unpinned` for a hub
-    source without a whole commit, `adapter_source_missing` for one that is malformed.
+    """What a source names. Raises `unsupported_option` for an unknown scheme, `adapter_source_unpinned` for a
+    hub source without a whole commit, `adapter_source_missing` for one that is malformed.
     """
     if not source:
         raise _malformed(source, "it is empty")
@@ -94,8 +97,8 @@ def parse_source(source: str) -> LocalSource | RemoteSource:
 def _climbs(path: str) -> bool:
     """Whether a reader of URLs may take a part of a path for the folder above, or see parts that we do not.
 
-    They resolve `..` also where it is written with escapes, and take a backslash for a slash; a server behind them may
-    resolve escapes of escapes.
+    They resolve `..` also where it is written with escapes, and take a backslash for a slash; a server behind
+    them may resolve escapes of escapes.
     """
     for _ in range(_MAX_ESCAPES):
         if "\\" in path or not {"..", "."}.isdisjoint(path.split("/")):
@@ -123,7 +126,8 @@ def _hub(source: str) -> RemoteSource:
 
 
 def permitted(source: str, roots: Sequence[str | os.PathLike[str]]) -> str:
-    """The source behind what a remote caller named, if the roots (--adapter-dir: folders and prefixes) permit it.
+    """The source behind what a remote caller named, if the roots (--adapter-dir: folders and prefixes) permit
+    it.
 
     Raises `adapter_source_forbidden` otherwise, without saying whether a path exists; else as `parse_source`.
     """
@@ -161,7 +165,9 @@ def _permitted_folder(source: str, roots: Sequence[str]) -> str:
 
 
 def _files_stay(folder: Path, roots: Sequence[Path]) -> bool:
-    """Whether every file that a load could open is a regular one inside the roots. What is not there is not judged."""
+    """Whether every file that a load could open is a regular one inside the roots. What is not there is not
+    judged.
+    """
     try:
         with os.scandir(folder) if os.path.isdir(folder) else nullcontext(()) as found:
             entries = list(islice(found, limits.MAX_ADAPTER_FOLDER_FILES + 1))

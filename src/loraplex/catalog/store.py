@@ -1,8 +1,9 @@
 """Publication: every change of the catalog is one transaction that advances its generation by one.
 
-A change names what it expects to replace; the loser of a race gets a conflict and nothing of its change. Revisions are
-numbered per alias from 1 and never reused, also across a removal, which leaves a tombstone. Synchronous and durable:
-when a method returns, its change survives the process; when it raises, there is no trace of it.
+A change names what it expects to replace; the loser of a race gets a conflict and nothing of its change.
+Revisions are numbered per alias from 1 and never reused, also across a removal, which leaves a tombstone.
+Synchronous and durable: when a method returns, its change survives the process; when it raises, there is no
+trace of it.
 
 Specification: 0x07F (publication by compare-and-set), 0x01G (catalog revision); rulings "Leases", "Tenants".
 """
@@ -81,7 +82,9 @@ class CatalogStore:
 
     @staticmethod
     def open(url: str = IN_MEMORY, *, create: bool = True) -> CatalogStore:
-        """Open the catalog at a URL, or make it there; raises `config_invalid`, also for none without `create`."""
+        """Open the catalog at a URL, or make it there; raises `config_invalid`, also for none without
+        `create`.
+        """
         return CatalogStore(Database(url, create=create))
 
     def close(self) -> None:
@@ -144,12 +147,14 @@ class CatalogStore:
         return old, generation
 
     def revoke(self, semantic: str, actor: str = OPERATOR, tenant: str | None = None) -> list[Revision]:
-        """Leave a tombstone under every alias of an artifact, and let nothing publish it again; what the aliases were.
+        """Leave a tombstone under every alias of an artifact, and let nothing publish it again; what the
+        aliases were.
 
-        One generation for each alias and one for the revocation, all of them or none. tenant: on whose behalf, None for
-        the operator's. A tenant's binds its own namespace, where alone it may have been published: what others publish
-        later is not its to refuse. Raises `adapter_revoked` when it was revoked before, `adapter_not_found` when it was
-        never published, `forbidden` when the tenant is not the operator and other namespaces name it, also by number.
+        One generation for each alias and one for the revocation, all of them or none. tenant: on whose
+        behalf, None for the operator's. A tenant's binds its own namespace, where alone it may have been
+        published: what others publish later is not its to refuse. Raises `adapter_revoked` when it was
+        revoked before, `adapter_not_found` when it was never published, `forbidden` when the tenant is not
+        the operator and other namespaces name it, also by number.
         """
         with self.database.writing() as connection:
             generation = _advance(connection, None)
@@ -188,7 +193,9 @@ class CatalogStore:
         return gone
 
     def grant(self, record: Grant, actor: str = OPERATOR) -> int:
-        """Record what a tenant may do, instead of an earlier record for the same three names; the new generation."""
+        """Record what a tenant may do, instead of an earlier record for the same three names; the new
+        generation.
+        """
         _check_grant(record)
         with self.database.writing() as connection:
             generation = _advance(connection, None)
@@ -199,7 +206,9 @@ class CatalogStore:
         return generation
 
     def withdraw(self, namespace: str, alias: str, tenant: str, actor: str = OPERATOR) -> int:
-        """Take an authorisation record away; the new generation. Raises `adapter_not_found` when there is none."""
+        """Take an authorisation record away; the new generation. Raises `adapter_not_found` when there is
+        none.
+        """
         record = Grant(namespace, alias, tenant, (Right.USE,))
         with self.database.writing() as connection:
             generation = _advance(connection, None)
@@ -244,8 +253,9 @@ class CatalogStore:
     def superseded(self, alias_key: AliasKey, number: int) -> Revision | None:
         """An earlier revision of an alias that stands for something, to be served by its number.
 
-        None where there is none, or where the alias was removed after it: a removal takes what was there away, also when
-        the alias is published again. Raises `adapter_revoked`, and `catalog_record_invalid` when damaged.
+        None where there is none, or where the alias was removed after it: a removal takes what was there
+        away, also when the alias is published again. Raises `adapter_revoked`, and `catalog_record_invalid`
+        when damaged.
         """
         where = (*of_alias(revisions, alias_key), revisions.c.revision == number)
         with self.database.reading() as connection:
@@ -321,7 +331,9 @@ class CatalogStore:
 
 
 def _advance(connection: Connection, expected: int | None) -> int:
-    """Take the catalog's write lock and its next generation; `catalog_conflict` when another one was expected."""
+    """Take the catalog's write lock and its next generation; `catalog_conflict` when another one was
+    expected.
+    """
     now = int(connection.execute(select(meta.c.generation).with_for_update()).scalar_one())
     if expected is not None and expected != now:
         raise CallerError(

@@ -1,8 +1,8 @@
 """What names mean now, in memory: the catalog's current revisions and grants, kept up to a generation.
 
-A look-up is one dictionary access, also with ten thousand adapters. A tenant reaches its own namespace, then what it
-may use in `default`, and anything else that it was granted as `NAMESPACE/ALIAS`; what it may not use does not exist for
-it. Rights are checked before anything is said about an alias. Never touches a database.
+A look-up is one dictionary access, also with ten thousand adapters. A tenant reaches its own namespace, then
+what it may use in `default`, and anything else that it was granted as `NAMESPACE/ALIAS`; what it may not use
+does not exist for it. Rights are checked before anything is said about an alias. Never touches a database.
 
 Specification: 0x01G; rulings "Tenants", architecture "A request's way" (2).
 """
@@ -38,7 +38,9 @@ class CatalogView:
         return len(self._current)
 
     def apply(self, changes: Changes) -> list[Revision]:
-        """Move to the changes' generation; returns revisions that are no longer current. Older changes do nothing."""
+        """Move to the changes' generation; returns revisions that are no longer current. Older changes do
+        nothing.
+        """
         if changes.generation <= self.generation:
             return []
         superseded = [old for state in changes.aliases if (old := self._set(state)) is not None]
@@ -50,8 +52,9 @@ class CatalogView:
         return superseded
 
     def ahead(self, state: AliasState) -> list[Revision]:
-        """See one change before those that came between; the generation stays, so that they, and it again, are still to
-        come. Returns what is no longer current."""
+        """See one change before those that came between; the generation stays, so that they, and it again,
+        are still to come. Returns what is no longer current.
+        """
         old = self._set(state)
         return [] if old is None else [old]
 
@@ -77,7 +80,9 @@ class CatalogView:
         return any(g.namespace == namespace and g.covers(tenant, alias, right) for g in self._granted(tenant))
 
     def require(self, tenant: str, alias_key: AliasKey, right: Right) -> None:
-        """Raise unless a tenant may do this: `forbidden` when it may list the alias, else `adapter_not_found`."""
+        """Raise unless a tenant may do this: `forbidden` when it may list the alias, else
+        `adapter_not_found`.
+        """
         if self.may(tenant, alias_key, right):
             return
         if self.may(tenant, alias_key, Right.LIST):
@@ -85,17 +90,20 @@ class CatalogView:
         raise not_registered(alias_key.alias)
 
     def find(self, tenant: str, alias: str, right: Right) -> Revision | None:
-        """What a name without revision means to a tenant that needs `right`; None when there is nothing for it."""
+        """What a name without revision means to a tenant that needs `right`; None when there is nothing for
+        it.
+        """
         for alias_key in self._meant(tenant, alias):
             if alias_key in self._current or alias_key in self.damaged:
                 return self.get(alias_key) if self.may(tenant, alias_key, right) else None
         return None
 
     def target(self, tenant: str, name: str) -> AliasKey:
-        """Where a tenant publishes under a name: over what it may swap, else where it was granted to load, else at home.
+        """Where a tenant publishes under a name: over what it may swap, else where it was granted to load,
+        else at home.
 
-        Raises `forbidden` for another namespace's alias by its whole name, which the tenant knows and may not swap: at
-        home it would hide from the tenant what that name has meant so far.
+        Raises `forbidden` for another namespace's alias by its whole name, which the tenant knows and may not
+        swap: at home it would hide from the tenant what that name has meant so far.
         """
         own = AliasKey(tenant, name)
         for alias_key in self._meant(tenant, name):

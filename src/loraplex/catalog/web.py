@@ -1,9 +1,9 @@
 """Files of a folder on a web server, by plain requests that never go anywhere else.
 
-A server would fetch what it is told from inside its own network, so an address is only what it says: a redirection is
-refused, never followed, and the proxy of the environment is used as everywhere. Each request ends within a bound,
-however slowly the other side speaks, and reads no more bytes than it asked for. Runs in the loader process, in plain
-calls.
+A server would fetch what it is told from inside its own network, so an address is only what it says: a
+redirection is refused, never followed, and the proxy of the environment is used as everywhere. Each request
+ends within a bound, however slowly the other side speaks, and reads no more bytes than it asked for. Runs in
+the loader process, in plain calls.
 
 Specification: architecture "Names and what they stand for", rulings "Tenants".
 """
@@ -37,7 +37,9 @@ T = TypeVar("T")
 
 
 class WebError(Exception):
-    """No usable answer. again: whether another attempt may have one. refused: the server says that we may not."""
+    """No usable answer. again: whether another attempt may have one. refused: the server says that we may
+    not.
+    """
 
     def __init__(self, message: str, *, again: bool = False, refused: bool = False) -> None:
         super().__init__(message)
@@ -72,7 +74,9 @@ class WebFolder:
         return self._tried(lambda: self._head(name))
 
     def read(self, name: str, tag: str | None, start: int, end: int) -> WebAnswer:
-        """Bytes [start, end) of a file with that tag. Raises `WebChanged` for another version, else `WebError`."""
+        """Bytes [start, end) of a file with that tag. Raises `WebChanged` for another version, else
+        `WebError`.
+        """
         return self._tried(lambda: self._get(name, tag, start, end))
 
     def _tried(self, ask: Callable[[], T]) -> T:
@@ -137,7 +141,9 @@ class WebFolder:
             raise status.error() from None
 
     def _body(self, answer: Any, wanted: int, begun: float) -> bytes:
-        """The body, which must have `wanted` bytes; one more is asked for, never all that the other side may send."""
+        """The body, which must have `wanted` bytes; one more is asked for, never all that the other side may
+        send.
+        """
         data = bytearray()
         try:
             while len(data) <= wanted and (part := answer.read1(min(_BLOCK, wanted + 1 - len(data)))):

@@ -5,8 +5,8 @@
     |-- CapacityError    429 / 503: nothing is wrong, a named limit was hit; the same call may work later
     `-- InternalFault    500: our invariant broke; the step rolls back, the request ends, the server lives
 
-`CODES` is the only list of codes: `docs/errors.md` is generated from it, tests read it, and an error cannot be
-raised with a code that is not in it. A code is never reused for another invariant.
+`CODES` is the only list of codes: `docs/errors.md` is generated from it, tests read it, and an error cannot
+be raised with a code that is not in it. A code is never reused for another invariant.
 
 Specification: 0x0DA (a failure record's coordinates), rulings "Errors".
 """

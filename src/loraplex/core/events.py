@@ -1,7 +1,8 @@
-"""The event spine: one record for each state change. Metrics, traces and checkers are computed from these alone.
+"""The event spine: one record for each state change. Metrics, traces and checkers are computed from these
+alone.
 
-Times are monotonic nanoseconds of the engine's clock; `step` is the plan generation in whose commit it happened.
-Specification: 0x09K.
+Times are monotonic nanoseconds of the engine's clock; `step` is the plan generation in whose commit it
+happened. Specification: 0x09K.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class RequestPreempted(Event, frozen=True):
 
 
 class PrefixMatched(Event, frozen=True):
-    """An admitted request's keys were looked up. Positions: queried, found, not computed again. `again`: earlier admissions."""
+    """An admitted request's keys were looked up. Positions: queried, found, not computed again. `again`:
+    earlier admissions.
+    """
 
     request_id: str
     queried: int
@@ -60,7 +63,9 @@ class PrefixPublished(Event, frozen=True):
 
 
 class PrefixGivenUp(Event, frozen=True):
-    """Cached blocks are gone. reason: what took their pages, "kv" or "adapter", or why they may not be found again, "dropped"."""
+    """Cached blocks are gone. reason: what took their pages, "kv" or "adapter", or why they may not be found
+    again, "dropped".
+    """
 
     blocks: int
     nbytes: int
@@ -130,7 +135,9 @@ class CopyIgnored(Event, frozen=True):
 
 
 class LoadFailed(Event, frozen=True):
-    """A load or fetch failed and was rolled back. attempt: failures in a row. final: nobody waits for another one."""
+    """A load or fetch failed and was rolled back. attempt: failures in a row. final: nobody waits for another
+    one.
+    """
 
     adapter: str
     purpose: str
@@ -140,7 +147,9 @@ class LoadFailed(Event, frozen=True):
 
 
 class RestorationFailed(Event, frozen=True):
-    """A victim of a rolled back load could not be brought back: it is absent from the device, its pages are free. pages, nbytes: see `AdapterTransition`."""
+    """A victim of a rolled back load could not be brought back: it is absent from the device, its pages are
+    free. pages, nbytes: see `AdapterTransition`.
+    """
 
     adapter: str
     code: str
@@ -163,7 +172,9 @@ class HostDropped(Event, frozen=True):
 
 
 class PrefetchReleased(Event, frozen=True):
-    """A speculative load found its end: used by a request, or given up unused (wasted). pages, nbytes: see `AdapterTransition`."""
+    """A speculative load found its end: used by a request, or given up unused (wasted). pages, nbytes: see
+    `AdapterTransition`.
+    """
 
     adapter: str
     pages: int
@@ -181,7 +192,8 @@ class AdapterRevoked(Event, frozen=True):
 class AdapterTransition(Event, frozen=True):
     """An adapter moved along the residency table.
 
-    pages: that it has for itself, 0 for one that shares a page with others. nbytes: of its pages, or of its block of one.
+    pages: that it has for itself, 0 for one that shares a page with others. nbytes: of its pages, or of its
+    block of one.
     """
 
     adapter: str

@@ -1,8 +1,8 @@
 """Modules, the base's slot, and the kinds of generation that records tell apart.
 
-Generations are not one counter (0x01G "Generations are a vector"): each namespace advances for a reason of its own.
-In records each has a type, and comparing two is an error, at type-check time and at run time; plans and the engine hold
-plain integers, in a column or attribute for each.
+Generations are not one counter (0x01G "Generations are a vector"): each namespace advances for a reason of
+its own. In records each has a type, and comparing two is an error, at type-check time and at run time; plans
+and the engine hold plain integers, in a column or attribute for each.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class RngGeneration(GenerationNumber):
 
 
 class Module(IntEnum):
-    """The adaptable modules of a decoder layer, then those outside the layers. Values are part of the kernel ABI."""
+    """The adaptable modules of a decoder layer, then those outside the layers. Values are part of the kernel
+    ABI.
+    """
 
     Q = 0
     K = 1

@@ -1,13 +1,14 @@
-"""How objects are laid out in pages: page geometries, one demand function, factor placement, the adapter image.
+"""How objects are laid out in pages: page geometries, one demand function, factor placement, the adapter
+image.
 
-One pool holds KV pages and adapter pages of the same size. A KV page holds `page_tokens` positions of all layers,
-`[layers, 2, page_tokens, kv_heads, head_dim]`. An adapter page holds rank rows: a row of A is one rank's `d_in`
-vector, a row of B-transposed one rank's `d_out` vector. The rows of one factor lie in contiguous extents; a factor
-that fits into a page is never split, a vector larger than a page is cut into column tiles. True rank: nothing is
-padded beyond alignment of an extent's start and a page's tail.
+One pool holds KV pages and adapter pages of the same size. A KV page holds `page_tokens` positions of all
+layers, `[layers, 2, page_tokens, kv_heads, head_dim]`. An adapter page holds rank rows: a row of A is one
+rank's `d_in` vector, a row of B-transposed one rank's `d_out` vector. The rows of one factor lie in
+contiguous extents; a factor that fits into a page is never split, a vector larger than a page is cut into
+column tiles. True rank: nothing is padded beyond alignment of an extent's start and a page's tail.
 
-An adapter that fits into half a page takes a *block* instead: one of the 2^k equal parts, k its size class, into which a
-slab page is cut. Its image is that wide and not a page.
+An adapter that fits into half a page takes a *block* instead: one of the 2^k equal parts, k its size class,
+into which a slab page is cut. Its image is that wide and not a page.
 
 Specification: 0x04D (demand from tensors), 0x05 (one pool), 0x06A (logical against physical rank);
 rulings "One page pool".
@@ -53,7 +54,8 @@ class Geometry(StrEnum):
 class KvShape:
     """Shape of the KV history of one position.
 
-    layers, kv_heads, head_dim: of this shard. itemsize: bytes of an element. page_tokens: positions in a page, >= 1.
+    layers, kv_heads, head_dim: of this shard. itemsize: bytes of an element. page_tokens: positions in a
+    page, >= 1.
     """
 
     layers: int
@@ -81,8 +83,9 @@ class KvShape:
 class PageGeometry:
     """What one page can hold of an adapter.
 
-    vector: `width` elements of `itemsize` bytes (0x04D's H). paired_slot: one hidden-width row in both buffers of
-    every layer (the archived S-LoRA layout): 2 * layers * width * itemsize bytes. rank_rows: `page_bytes` bytes.
+    vector: `width` elements of `itemsize` bytes (0x04D's H). paired_slot: one hidden-width row in both
+    buffers of every layer (the archived S-LoRA layout): 2 * layers * width * itemsize bytes. rank_rows:
+    `page_bytes` bytes.
     """
 
     kind: Geometry
@@ -131,8 +134,8 @@ class ModuleShape:
 class Extent:
     """A rectangle of one factor that lies contiguously, row after row, in one page.
 
-    rank_lo, rank_n: rows of the factor. col_lo, col_n: its columns. page: index into the adapter's own page list.
-    offset: bytes from the page's start.
+    rank_lo, rank_n: rows of the factor. col_lo, col_n: its columns. page: index into the adapter's own page
+    list. offset: bytes from the page's start.
     """
 
     layer: int
@@ -148,7 +151,9 @@ class Extent:
 
 EXTENT_COLUMNS: Final = 9
 CHECKSUM_BLOCK: Final = 1 << 14
-"""Words of a page that are multiplied by their weights one by one; a longer page is summed by rows and columns."""
+"""Words of a page that are multiplied by their weights one by one; a longer page is summed by rows and
+columns.
+"""
 CHECKSUM_ROW: Final = 1 << 10
 CHECKSUM_ITEMSIZE: Final = 8
 """Bytes of a word of a checksum; a page holds whole ones."""
@@ -184,7 +189,8 @@ def size_class_for(page_bytes: int, nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ObjectDemand:
-    """What an adapter takes of the pool. pages: where it has no slab page to share. size_class: 0 for whole pages.
+    """What an adapter takes of the pool. pages: where it has no slab page to share. size_class: 0 for whole
+    pages.
 
     nbytes: of its image: whole pages, or one block.
     """
@@ -208,8 +214,8 @@ def object_demand(geometry: PageGeometry, extents: npt.NDArray[np.int32]) -> Obj
 def page_demand(geometry: PageGeometry, modules: Sequence[ModuleShape]) -> int:
     """Pages that an adapter needs under `geometry` (0x04D). The one place where page demand is derived.
 
-    modules: every adapted module of every layer. For `paired_slot`, one slot spans all layers, so the demand is that
-    of the layer with the most rows; dimensions must equal the slot's width.
+    modules: every adapted module of every layer. For `paired_slot`, one slot spans all layers, so the demand
+    is that of the layer with the most rows; dimensions must equal the slot's width.
     """
     match geometry.kind:
         case Geometry.VECTOR:
@@ -304,8 +310,9 @@ class PageReader(Protocol):
     pages: npt.NDArray[np.uint8]
 
     def read(self, index: int, into: npt.NDArray[np.uint8]) -> None:
-        """Fill `into`, uint8 [n, page_bytes] and contiguous, with pages from `index` on; raises `adapter_load_failed` where
-        the file ends before they do."""
+        """Fill `into`, uint8 [n, page_bytes] and contiguous, with pages from `index` on; raises
+        `adapter_load_failed` where the file ends before they do.
+        """
         ...
 
 
@@ -313,12 +320,13 @@ class PageReader(Protocol):
 class AdapterImage:
     """An adapter's factors in kernel layout, ready to be copied page by page.
 
-    key: semantic digest. kernel_digest: digest of the local kernel ABI, 64 hexadecimal characters; names the image.
-    itemsize: bytes of a factor element. modules: int32 [modules, 5] of (layer, module, rank, float32 scale bits,
-    `vector_mask`): what the module must have, so that a vector that is missing as a whole is seen. extents: int32 [extents, 9] in the field order of `Extent`. pages: uint8 [pages, page_bytes], or [1,
-    block bytes] where the adapter takes a block. checksums: int64 [pages] by `page_checksum`. reader: where `pages`
-    is a mapping, the way to its bytes that takes no fault for every few of them. locked: `pages` lie in page-locked memory,
-    which a device reads in place.
+    key: semantic digest. kernel_digest: digest of the local kernel ABI, 64 hexadecimal characters; names the
+    image. itemsize: bytes of a factor element. modules: int32 [modules, 5] of (layer, module, rank, float32
+    scale bits, `vector_mask`): what the module must have, so that a vector that is missing as a whole is
+    seen. extents: int32 [extents, 9] in the field order of `Extent`. pages: uint8 [pages, page_bytes], or [1,
+    block bytes] where the adapter takes a block. checksums: int64 [pages] by `page_checksum`. reader: where
+    `pages` is a mapping, the way to its bytes that takes no fault for every few of them. locked: `pages` lie
+    in page-locked memory, which a device reads in place.
     """
 
     key: str
@@ -342,10 +350,11 @@ class AdapterImage:
         self.read_pages(index, into[np.newaxis])
 
     def read_pages(self, first: int, into: npt.NDArray[np.uint8]) -> None:
-        """Copy consecutive pages into `into`, uint8 [n, page_bytes] and contiguous, without the interpreter's lock.
+        """Copy consecutive pages into `into`, uint8 [n, page_bytes] and contiguous, without the interpreter's
+        lock.
 
-        What lies in a file is read in one call, not mapped. Raises `adapter_load_failed` where the file ends before they
-        do, `operator_layout` where `into` does not hold whole pages of the image.
+        What lies in a file is read in one call, not mapped. Raises `adapter_load_failed` where the file ends
+        before they do, `operator_layout` where `into` does not hold whole pages of the image.
         """
         if into.ndim != 2 or into.shape[1:] != self.pages.shape[1:] or first + len(into) > len(self.pages):
             raise InternalFault(
@@ -364,16 +373,16 @@ _WEIGHTS: Final = 2 * np.arange(CHECKSUM_BLOCK, dtype=np.int64) + 1
 def page_checksum(pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     """Position-dependent checksum of each page, modulo 2^64; the device computes the same over its own bytes.
 
-    pages: uint8 [n, page_bytes], page_bytes divisible by 8. Returns int64 [n]: the sum over int64 words w_i of
-    (2i + 1) * w_i. Every weight is odd, so no change of one word is missed.
+    pages: uint8 [n, page_bytes], page_bytes divisible by 8. Returns int64 [n]: the sum over int64 words w_i
+    of (2i + 1) * w_i. Every weight is odd, so no change of one word is missed.
     """
     words = pages.view(np.int64)
     count, length = words.shape
     if length <= CHECKSUM_BLOCK:
         sums: npt.NDArray[np.int64] = np.einsum("pw,w->p", words, _WEIGHTS[:length])
         return sums
-    # As rows of CHECKSUM_ROW words, i = row * CHECKSUM_ROW + column: sums of rows and of columns take additions only,
-    # which run as fast as memory, and what is left to multiply is short.
+    # As rows of CHECKSUM_ROW words, i = row * CHECKSUM_ROW + column: sums of rows and of columns take
+    # additions only, which run as fast as memory, and what is left to multiply is short.
     rows = length // CHECKSUM_ROW
     lines = words[:, : rows * CHECKSUM_ROW].reshape(count, rows, CHECKSUM_ROW)
     rest = words[:, rows * CHECKSUM_ROW :]

@@ -1,7 +1,7 @@
 """Every limit of the system, in one place, with its unit in its name.
 
-A limit is a number that bounds memory or work; whoever hits one gets a typed error that names it. Options that a
-user can decide live in the configuration, not here.
+A limit is a number that bounds memory or work; whoever hits one gets a typed error that names it. Options
+that a user can decide live in the configuration, not here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ MAX_ADAPTER_SHARDS: Final = 128
 MAX_ADAPTER_FOLDER_FILES: Final = 4_096
 """Entries of an adapter's folder, whatever they are; a trainer's folder of checkpoints has hundreds."""
 MAX_PATTERN_ENTRIES: Final = 4_096
-"""Entries of `rank_pattern` and of `alpha_pattern`; PEFT writes one a module at most, of which 126 layers have 884."""
+"""Entries of `rank_pattern` and of `alpha_pattern`; PEFT writes one a module at most, of which 126 layers
+have 884.
+"""
 MAX_LAYERS_PATTERNS: Final = 64
 MAX_CHAT_TEMPLATE_CHARS: Final = 128 << 10
 MAX_TOKENIZER_BYTES: Final = 32 << 20
@@ -41,7 +43,8 @@ MAX_TOKENIZER_BYTES: Final = 32 << 20
 MAX_TEMPLATE_CHARS_MADE: Final = 64 << 20
 """Characters that a render of an adapter's own template makes, those thrown away included."""
 MAX_TEMPLATE_TIME_S: Final = 2.0
-"""Of the thread's processor time; a long conversation through a usual template takes some ten milliseconds."""
+"""Of the thread's processor time; a long conversation through a usual template takes some ten milliseconds.
+"""
 MAX_TEMPLATE_WIDTH: Final = 10_000
 MAX_TEMPLATE_NUMBER_BITS: Final = 4_096
 MAX_ADDED_TOKENS: Final = 4_096
@@ -50,7 +53,8 @@ MAX_PATTERN_STEPS: Final = 4_000_000
 """Steps of matching a configuration's patterns against a base: some two seconds of one processor."""
 MAX_ADAPTER_CONFIG_BYTES: Final = 4 << 20
 MAX_SAFETENSORS_HEADER_BYTES: Final = 8 << 20
-"""Twice what `MAX_ADAPTER_TENSORS` usual entries take; JSON of this size is decoded in a second and 200 MB."""
+"""Twice what `MAX_ADAPTER_TENSORS` usual entries take; JSON of this size is decoded in a second and 200 MB.
+"""
 MAX_ALIAS_CHARS: Final = 128
 MAX_SOURCE_CHARS: Final = 4096
 MAX_ACTOR_CHARS: Final = 256
@@ -62,7 +66,9 @@ MAX_FOLDERS_BEFORE_READY: Final = 64
 MAX_DOWNLOADS: Final = 4
 """Remote sources that are read at a time, each by a process of 80 MB."""
 MAX_PREPARE_S: Final = 600.0
-"""How long reading, verifying, hashing and converting one adapter may take: the largest takes a minute of a busy machine."""
+"""How long reading, verifying, hashing and converting one adapter may take: the largest takes a minute of a
+busy machine.
+"""
 MAX_PREPARE_REMOTE_S: Final = 4 * 3600.0
 """The same with its download: 16 GiB at a megabyte a second."""
 PREPARE_MEMORY_SHARE: Final = 0.25
@@ -88,9 +94,13 @@ LOAD_RETRY_NS: Final = 5_000_000
 MAX_COPIES_IN_FLIGHT: Final = 4
 """Copies that a backend is given at a time; the others wait in order of purpose."""
 MAX_COPIES_IN_FLIGHT_CUDA: Final = 16
-"""The same where copies move beside the steps: a copy is known to have ended two or three steps after its start."""
+"""The same where copies move beside the steps: a copy is known to have ended two or three steps after its
+start.
+"""
 COPY_STARTS_CUDA: Final = 4
-"""Copies that a step with rows starts there; each reads its image's tables in the step's own time, 0.3 ms of a CPU."""
+"""Copies that a step with rows starts there; each reads its image's tables in the step's own time, 0.3 ms of
+a CPU.
+"""
 MAX_SPECULATIVE_LOADS: Final = 2
 """Loads that nobody waits for yet, at a time."""
 
@@ -99,7 +109,8 @@ PREFILL_TOKENS_PER_S_CPU: Final = 1_000
 PREFILL_TOKENS_PER_S_CUDA: Final = 20_000
 """What computing a cached block again is priced at, beside what copying an adapter costs."""
 MAX_BLOCKS_GIVEN_UP_AHEAD: Final = 256
-"""Cached blocks that go at a time where one is needed: a full pool is asked for pages in nearly every step."""
+"""Cached blocks that go at a time where one is needed: a full pool is asked for pages in nearly every step.
+"""
 
 # Scheduling
 TOKEN_BUDGET_CPU: Final = 512
@@ -115,7 +126,9 @@ MAX_WAITING_REQUESTS: Final = 8192
 
 # Transport
 PAUSE_MS: Final = 2
-"""How long a step that can do nothing waits for what no message brings: a compiled grammar, the end of a retry's pause."""
+"""How long a step that can do nothing waits for what no message brings: a compiled grammar, the end of a
+retry's pause.
+"""
 MAX_BUFFERED_TOKENS: Final = 4096
 """Unread tokens of one request in a client process; at this many its reader counts as gone."""
 MAX_UNSENT_FRAMES: Final = 4096
@@ -156,7 +169,8 @@ RESERVED_FILES: Final = 256
 MAX_HEADER_BYTES: Final = 64 << 10
 HEADER_TIMEOUT_S: Final = 15.0
 BODY_TIMEOUT_S: Final = 60.0
-"""From a request's headers to the end of its body: who sends slower holds a connection that others wait for."""
+"""From a request's headers to the end of its body: who sends slower holds a connection that others wait for.
+"""
 WRITE_TIMEOUT_S: Final = 20.0
 """How long a client may leave an answer where it is, once its connection is full."""
 DRAIN_WRITE_TIMEOUT_S: Final = 1.0
@@ -166,7 +180,9 @@ MAX_SCHEMA_BYTES: Final = 64 << 10
 MAX_SCHEMA_DEPTH: Final = 32
 """Levels of a response schema; a compiler that recurses over it stays far from its stack's end."""
 MAX_SCHEMA_MULTIPLE: Final = 100_000
-"""Units of a `multipleOf`, of all that hold together: an automaton of so many states is built in about a second."""
+"""Units of a `multipleOf`, of all that hold together: an automaton of so many states is built in about a
+second.
+"""
 MAX_ERROR_CHARS: Final = 2_000
 """Of an error's message, of which a part may be what the caller sent."""
 MAX_ERROR_PARAM_CHARS: Final = 256

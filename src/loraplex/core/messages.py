@@ -1,8 +1,8 @@
 """Everything that crosses between a client process and the engine, as strict msgspec structs.
 
-Client to engine: `Submit`, `Abort`, `Finish`, and the calls of `EngineCall`. Engine to client:
-`Tokens`, `Ended`, `Reply`. The engine reads and writes them through the `Mailbox` port; whether they cross a process
-is not its business.
+Client to engine: `Submit`, `Abort`, `Finish`, and the calls of `EngineCall`. Engine to client: `Tokens`,
+`Ended`, `Reply`. The engine reads and writes them through the `Mailbox` port; whether they cross a process is
+not its business.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import msgspec
 
 
 class EngineSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The part of the sampling parameters that the engine executes; stop strings and `n` stay with the client.
+    """The part of the sampling parameters that the engine executes; stop strings and `n` stay with the
+    client.
 
-    seed: two's-complement 64 bits. logprobs, prompt_logprobs: -1 is off. stop_token_ids: end-of-sequence ids are
-    already merged in unless they are ignored.
+    seed: two's-complement 64 bits. logprobs, prompt_logprobs: -1 is off. stop_token_ids: end-of-sequence ids
+    are already merged in unless they are ignored.
     """
 
     max_tokens: int
@@ -37,10 +38,11 @@ class EngineSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Submit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Enqueue one request. prompt: token ids as little-endian int32 bytes. adapter: semantic digest, or None.
 
-    grammar: what the output must follow, as text that the engine's `Grammars` port reads; None leaves it free.
-    namespace: whose cached prefixes it may find and add to: the tenant's own, or the one that the operator opened to it.
-    block_keys: 32 bytes for each full block of the prompt (`identity.cache.KeyChain`); empty where nothing is cached.
-    invoked_at: position of the first token of an activated adapter's invocation, -1 for every other request.
+    grammar: what the output must follow, as text that the engine's `Grammars` port reads; None leaves it
+    free. namespace: whose cached prefixes it may find and add to: the tenant's own, or the one that the
+    operator opened to it. block_keys: 32 bytes for each full block of the prompt (`identity.cache.KeyChain`);
+    empty where nothing is cached. invoked_at: position of the first token of an activated adapter's
+    invocation, -1 for every other request.
     """
 
     request_id: str
@@ -72,15 +74,16 @@ class Finish(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class RegisterAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Take an adapter image and serve it under its semantic digest; loaded at once where that costs nobody anything.
+    """Take an adapter image and serve it under its semantic digest; loaded at once where that costs nobody
+    anything.
 
     Answered by one `Reply` when that is decided; an error leaves nothing registered.
 
-    key: semantic digest. kernel_digest: names the image in the image store. pages: pages that it fills. ranks: (rank,
-    modules of that rank) pairs. modules: sorted adapted module kinds as `ids.Module` values. size_class: 0 for whole
-    pages, else pages is 1 and it takes a block of a slab page. execution: digest of what acts where it is on, as far as KV
-    rows can tell (`identity.execution`); empty means its own. invocation: token ids that switch an activated adapter on;
-    none for one that is always on.
+    key: semantic digest. kernel_digest: names the image in the image store. pages: pages that it fills.
+    ranks: (rank, modules of that rank) pairs. modules: sorted adapted module kinds as `ids.Module` values.
+    size_class: 0 for whole pages, else pages is 1 and it takes a block of a slab page. execution: digest of
+    what acts where it is on, as far as KV rows can tell (`identity.execution`); empty means its own.
+    invocation: token ids that switch an activated adapter on; none for one that is always on.
     """
 
     call_id: int
@@ -103,10 +106,12 @@ class RemoveAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Bring an adapter onto the device now, evicting for it: the shadow copy of a swap. Replied when it is published.
+    """Bring an adapter onto the device now, evicting for it: the shadow copy of a swap. Replied when it is
+    published.
 
-    Refused at once with the shortfall when free and reclaimable pages do not hold it. beside: the revision that it will
-    replace; where that one is not on the device, this one need not be either, and its image in host memory is enough.
+    Refused at once with the shortfall when free and reclaimable pages do not hold it. beside: the revision
+    that it will replace; where that one is not on the device, this one need not be either, and its image in
+    host memory is enough.
     """
 
     call_id: int
@@ -122,7 +127,9 @@ class PrefetchAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fiel
 
 
 class PinAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Add one pin to an adapter, or take one away. A pinned adapter is loaded and not evicted. Replied at once."""
+    """Add one pin to an adapter, or take one away. A pinned adapter is loaded and not evicted. Replied at
+    once.
+    """
 
     call_id: int
     key: str
@@ -139,7 +146,8 @@ class RevokeAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
 class SetLimits(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Change what adapters may take, while serving. None: as it is.
 
-    adapter_pages: pages of the pool. resident_adapters: adapters on the device. host_bytes: host images together.
+    adapter_pages: pages of the pool. resident_adapters: adapters on the device. host_bytes: host images
+    together.
     """
 
     call_id: int
@@ -168,9 +176,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class TokenBinding(msgspec.Struct, frozen=True, array_like=True):
     """What a request's rows were bound to when a token was computed (0x01G).
 
-    slot, incarnation: of the request. adapter_slot, adapter_generation: 0 for the base. plan: the plan that computed it.
-    cache: generation of the committed KV frontier. sampled: tokens sampled before it. admission: counted from 1. matched:
-    positions of cached blocks that its keys found; reused: those that it did not compute again.
+    slot, incarnation: of the request. adapter_slot, adapter_generation: 0 for the base. plan: the plan that
+    computed it. cache: generation of the committed KV frontier. sampled: tokens sampled before it. admission:
+    counted from 1. matched: positions of cached blocks that its keys found; reused: those that it did not
+    compute again.
     """
 
     slot: int
@@ -186,7 +195,8 @@ class TokenBinding(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """New output tokens of a request, in order. prompt_logprobs: for prompt positions 1.., as they are computed.
+    """New output tokens of a request, in order. prompt_logprobs: for prompt positions 1.., as they are
+    computed.
 
     binding: with the first token of each admission, what it was bound to.
     """

@@ -1,9 +1,9 @@
 """Packed int32 buffers: a header, a section table, sections. The wire form of plans and results.
 
-Layout in words: [magic, version, total words, sections, scalars...] then for each section (offset, rows), then the
-sections' words. A record is a dataclass: an `int` field is a scalar, an `I32` field a section of one column,
-a field of a `Columns` class a section of that class's columns. So names and widths are those of the record's
-own fields, and nothing is parsed from text.
+Layout in words: [magic, version, total words, sections, scalars...] then for each section (offset, rows),
+then the sections' words. A record is a dataclass: an `int` field is a scalar, an `I32` field a section of one
+column, a field of a `Columns` class a section of that class's columns. So names and widths are those of the
+record's own fields, and nothing is parsed from text.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PREFIX_WORDS = 4
 class Column:
     """One int32 column of a section, or `words` of them side by side under one name.
 
-    Read on a `Columns` class it is its number (of the first word), which is what device code is given; read on
-    an instance it is a view of the column, [rows] or [rows, words].
+    Read on a `Columns` class it is its number (of the first word), which is what device code is given; read
+    on an instance it is a view of the column, [rows] or [rows, words].
     """
 
     def __init__(self, words: int = 1) -> None:

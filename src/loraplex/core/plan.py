@@ -1,15 +1,16 @@
 """The batch plan: everything a backend needs to run one iteration, frozen, as one packed int32 buffer.
 
-Rows are phase-major: all prefill rows, then all decode rows from `doff` on (0x03A). Three coordinate systems live side
-by side and are never derived from each other: request intervals (`prefill_indptr`), phases (`doff`) and adapter
-groups (segments and grouped rows, which may cross `doff`). Sample rows carry their own inverse to scheduler order
-(0x03E). State that persists on the backend (page tables, sampling state, adapter table) travels as deltas.
+Rows are phase-major: all prefill rows, then all decode rows from `doff` on (0x03A). Three coordinate systems
+live side by side and are never derived from each other: request intervals (`prefill_indptr`), phases (`doff`)
+and adapter groups (segments and grouped rows, which may cross `doff`). Sample rows carry their own inverse to
+scheduler order (0x03E). State that persists on the backend (page tables, sampling state, adapter table)
+travels as deltas.
 
 Every section is a field of `BatchPlan` or `StepResult` and every column an attribute of its `Columns` class:
 nothing else says where one lies.
 
-The control plane makes plans and never looks at a tensor; the data plane runs plans and never chooses a page, a slot
-or a victim. Plan and `StepResult` are all that crosses between them.
+The control plane makes plans and never looks at a tensor; the data plane runs plans and never chooses a page,
+a slot or a victim. Plan and `StepResult` are all that crosses between them.
 """
 
 from __future__ import annotations
@@ -79,9 +80,9 @@ class OpenColumns(Columns):
     """Request slots that start over.
 
     kv_start: positions behind which it starts; their rows are others', in the pages that its page deltas name
-    first. temperature to frequency: sampling options, float32 bits but for top_k. seed_low, seed_high: halves of the
-    seed. bias: how many entries of `open_bias`, and history: how many tokens of `open_history`, belong to it,
-    in order.
+    first. temperature to frequency: sampling options, float32 bits but for top_k. seed_low, seed_high: halves
+    of the seed. bias: how many entries of `open_bias`, and history: how many tokens of `open_history`, belong
+    to it, in order.
     """
 
     slot = Column()
@@ -120,8 +121,8 @@ class CopyColumns(Columns):
     """Copies of adapter images.
 
     digest: the eight words of the image's kernel digest. pages: how many of `copy_pages`. size_class, block:
-    class 0 stands for whole pages; an image of a class above has one page and lies in this block of it, beside
-    blocks of others.
+    class 0 stands for whole pages; an image of a class above has one page and lies in this block of it,
+    beside blocks of others.
     """
 
     digest = Column(8)
@@ -197,21 +198,20 @@ class Deltas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan(Deltas):
-    """One iteration. All arrays are int32; T rows, P prefill and D decode requests, R = P + D, Na adapter rows.
+    """One iteration. All arrays are int32; T rows, P prefill and D decode requests, R = P + D, Na adapter
+    rows.
 
-    generation: number of this plan, from 1. reference: generation of the plan that token references point into, or
-    `NO_REFERENCE`. doff: first decode row, equal to the number of prefill rows.
+    generation: number of this plan, from 1. reference: generation of the plan that token references point
+    into, or `NO_REFERENCE`. doff: first decode row, equal to the number of prefill rows.
 
     tokens [T]: a token id, or -(1 + i) for the token of sample i of the referenced plan. positions [T].
-    requests [R] in packed order.
-    prefill_indptr [P + 1]: row boundaries of the prefill requests.
-    segment_offsets [K + 1], segment_adapters [K]: contiguous runs of one adapter slot over all rows, base included.
-    group_rows [Na], group_offsets [G + 1], group_adapters [G]: adapter rows, stably grouped by adapter slot.
-    logit_rows [L]: packed rows whose logits are computed.
-    samples [S] in scheduler order. prompt_logprobs [Q].
-    mask_samples [M]: samples, increasing, that may only be certain tokens; mask_words [M * ceil(vocabulary / 32)]: for
-    each of them one bit a token, bit t of word t // 32 set where token t may be drawn. The bits are in the plan, so
-    that a replay needs no grammar.
+    requests [R] in packed order. prefill_indptr [P + 1]: row boundaries of the prefill requests.
+    segment_offsets [K + 1], segment_adapters [K]: contiguous runs of one adapter slot over all rows, base
+    included. group_rows [Na], group_offsets [G + 1], group_adapters [G]: adapter rows, stably grouped by
+    adapter slot. logit_rows [L]: packed rows whose logits are computed. samples [S] in scheduler order.
+    prompt_logprobs [Q]. mask_samples [M]: samples, increasing, that may only be certain tokens; mask_words [M
+    * ceil(vocabulary / 32)]: for each of them one bit a token, bit t of word t // 32 set where token t may be
+    drawn. The bits are in the plan, so that a replay needs no grammar.
     """
 
     generation: int
@@ -283,10 +283,11 @@ PLAN_FORMAT: Final = PackedFormat.of(BatchPlan, magic=0x6C70_6C6E, version=4, fa
 class StepResult:
     """What one plan produced. generation: the plan that it answers. execute_us: device time in microseconds.
 
-    tokens [S]: sampled tokens. logprob_indptr [S + 1] into logprob_ids and logprob_values (float32 bits): for each
-    sample the sampled token first, then top entries. prompt_logprob_*: the same for each prompt position asked.
-    copied: copies that have ended and were not reported before. faults: requests whose logits are not usable.
-    error: UTF-8 bytes of a message when the step failed as a whole, one a word; then nothing else counts.
+    tokens [S]: sampled tokens. logprob_indptr [S + 1] into logprob_ids and logprob_values (float32 bits): for
+    each sample the sampled token first, then top entries. prompt_logprob_*: the same for each prompt position
+    asked. copied: copies that have ended and were not reported before. faults: requests whose logits are not
+    usable. error: UTF-8 bytes of a message when the step failed as a whole, one a word; then nothing else
+    counts.
     """
 
     generation: int

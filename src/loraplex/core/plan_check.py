@@ -1,7 +1,7 @@
 """Validation of a plan's own invariants: vectorised, always on, on both sides of the boundary.
 
-Checks what a plan says against itself and against fixed bounds. What it says against current state (generations,
-frontiers, ownership) is launch validation, which each side does with its own tables.
+Checks what a plan says against itself and against fixed bounds. What it says against current state
+(generations, frontiers, ownership) is launch validation, which each side does with its own tables.
 
 Specification: 0x02D, 0x03C, 0x06E.
 """
@@ -95,9 +95,10 @@ def _check_rows(plan: BatchPlan, bounds: PlanBounds, indptr: I32) -> None:
     )
     count = len(requests)
     _require(
-        plan.prefills >= 0 and plan.decodes >= 0 and plan.prefills + plan.decodes == count, code,
+        plan.prefills >= 0 and plan.decodes >= 0 and plan.prefills + plan.decodes == count,
+        code,
         f"{plan.prefills} prefills and {plan.decodes} decodes do not make {count} requests",
-    )  # fmt: skip
+    )
     slots, rows = requests.slot, requests.rows
     _require(_at_least(rows, 1), code, "a request has no rows")
     _require(int(indptr[-1]) == total, code, f"requests own {int(indptr[-1])} rows of {total}")
@@ -119,37 +120,43 @@ def _check_rows(plan: BatchPlan, bounds: PlanBounds, indptr: I32) -> None:
     _require(_at_least(kv_start, 0), ErrorCode.PLAN_POSITION, "a request starts before position 0")
     expected = np.arange(total) - np.repeat(indptr[:-1] - kv_start, rows)
     _require(
-        _same(plan.positions, expected), ErrorCode.PLAN_POSITION,
+        _same(plan.positions, expected),
+        ErrorCode.PLAN_POSITION,
         "positions of a request's rows are not consecutive from its KV frontier",
-    )  # fmt: skip
+    )
 
 
 def _check_tokens(plan: BatchPlan, bounds: PlanBounds) -> None:
     code = ErrorCode.PLAN_TOKEN_REFERENCE
     _require(
-        _within(plan.tokens, -(1 << 30), bounds.vocab_size), code,
+        _within(plan.tokens, -(1 << 30), bounds.vocab_size),
+        code,
         f"a token id lies outside the vocabulary of {bounds.vocab_size}",
-    )  # fmt: skip
+    )
     _require(
-        plan.reference != NO_REFERENCE or _at_least(plan.tokens, 0), code,
+        plan.reference != NO_REFERENCE or _at_least(plan.tokens, 0),
+        code,
         "a token refers to an earlier plan, but the plan names none",
-    )  # fmt: skip
+    )
     _require(
-        plan.reference == NO_REFERENCE or 0 < plan.reference < plan.generation, code,
+        plan.reference == NO_REFERENCE or 0 < plan.reference < plan.generation,
+        code,
         f"plan {plan.generation} cannot refer to plan {plan.reference}",
-    )  # fmt: skip
+    )
 
 
 def _check_phases(plan: BatchPlan, indptr: I32) -> None:
     code = ErrorCode.PLAN_PHASE_BOUNDARY
     _require(
-        _same(plan.prefill_indptr, indptr[: plan.prefills + 1]), code,
+        _same(plan.prefill_indptr, indptr[: plan.prefills + 1]),
+        code,
         "prefill_indptr disagrees with the prefill requests' rows",
-    )  # fmt: skip
+    )
     _require(
-        plan.doff == int(indptr[plan.prefills]), code,
+        plan.doff == int(indptr[plan.prefills]),
+        code,
         f"doff is {plan.doff}, prefill rows end at {int(indptr[plan.prefills])}",
-    )  # fmt: skip
+    )
     _require(
         plan.rows - plan.doff == plan.decodes, code, "a decode request has other than one row"
     )  # each has one at least
@@ -165,9 +172,10 @@ def _check_segments(plan: BatchPlan, row_adapters: I32) -> None:
         f"{adapters.size} segment adapters for {offsets.size - 1} segments",
     )
     _require(
-        _same(np.repeat(adapters, offsets[1:] - offsets[:-1]), row_adapters), code,
+        _same(np.repeat(adapters, offsets[1:] - offsets[:-1]), row_adapters),
+        code,
         "a segment's adapter is not the adapter of its rows",
-    )  # fmt: skip
+    )
     base = plan.requests.adapter_slot == 0
     _require(
         not (plan.requests.adapter_generation * base).any(),
@@ -196,9 +204,10 @@ def _check_groups(plan: BatchPlan, bounds: PlanBounds, row_adapters: I32) -> Non
         "grouped rows are not exactly the adapter rows, each once",
     )
     _require(
-        _same(row_adapters[rows], np.repeat(adapters, offsets[1:] - offsets[:-1])), code,
+        _same(row_adapters[rows], np.repeat(adapters, offsets[1:] - offsets[:-1])),
+        code,
         "a grouped row lies under another adapter's group",
-    )  # fmt: skip
+    )
 
 
 def _check_logits(plan: BatchPlan, bounds: PlanBounds, indptr: I32) -> None:
@@ -287,8 +296,9 @@ def _check_deltas(plan: BatchPlan, bounds: PlanBounds) -> None:
     )
     _require(
         int(opens.bias.sum()) == len(plan.open_bias) and int(opens.history.sum()) == plan.open_history.size,
-        ErrorCode.PLAN_MALFORMED, "opens disagree with their bias entries or history",
-    )  # fmt: skip
+        ErrorCode.PLAN_MALFORMED,
+        "opens disagree with their bias entries or history",
+    )
     _require(_within(plan.scrub_pages, 1, bounds.num_pages), code, "a scrub names the null page or none")
     if not len(plan.scrub_blocks):
         return
@@ -297,8 +307,9 @@ def _check_deltas(plan: BatchPlan, bounds: PlanBounds) -> None:
         _within(scrubs.page, 1, bounds.num_pages)
         and _within(scrubs.size_class, 1, MAX_SIZE_CLASS + 1)
         and _blocks_exist(scrubs.size_class, scrubs.block),
-        code, "a scrub names no block",
-    )  # fmt: skip
+        code,
+        "a scrub names no block",
+    )
 
 
 def _blocks_exist(size_class: I32, block: I32) -> bool:
@@ -314,9 +325,10 @@ def _check_copies(plan: BatchPlan, bounds: PlanBounds) -> None:
     _require(_within(pages, 1, bounds.num_pages), code, "a copy names the null page or none")
     _require((counts >= 0).all() and int(counts.sum()) == pages.size, code, "copies and their pages disagree")
     _require(
-        _within(size_class, 0, MAX_SIZE_CLASS + 1) and _blocks_exist(size_class, block), code,
+        _within(size_class, 0, MAX_SIZE_CLASS + 1) and _blocks_exist(size_class, block),
+        code,
         "a copy names no block",
-    )  # fmt: skip
+    )
     _require(((size_class == 0) | (counts == 1)).all(), code, "a copy into a block has other than one page")
     classes, blocks = np.repeat(size_class, counts), np.repeat(block, counts)
     order = np.lexsort((blocks, classes, pages))
@@ -325,6 +337,7 @@ def _check_copies(plan: BatchPlan, bounds: PlanBounds) -> None:
     apart = (kind[1:] == kind[:-1]) & (kind[1:] > 0) & (place[1:] != place[:-1])
     _require((~again | apart).all(), code, "two copies share a page, or a block of it")
     _require(
-        not np.isin(pages, plan.page_deltas.page).any(), code,
+        not np.isin(pages, plan.page_deltas.page).any(),
+        code,
         "a page is handed to a request and to a copy at once",
-    )  # fmt: skip
+    )

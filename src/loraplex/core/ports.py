@@ -1,7 +1,7 @@
 """The ports through which the control plane touches the world; everything else it does is deterministic.
 
-Real ones live in `process`, `images`, `model` and `text`, virtual ones in `sim`. A method may block only where it says
-so.
+Real ones live in `process`, `images`, `model` and `text`, virtual ones in `sim`. A method may block only
+where it says so.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Clock(Protocol):
 class Backend(Protocol):
     """Runs packed plans in order. It obeys: it never chooses pages, slots or victims.
 
-    At most one plan more than the pipeline depth is outstanding. A plan's `copies` start copies; a copy is reported in the
-    result of any plan, that one or a later one, once. While copies are under way the engine sends plans without rows; the
-    collection of such a result may wait a little for a copy to end.
+    At most one plan more than the pipeline depth is outstanding. A plan's `copies` start copies; a copy is
+    reported in the result of any plan, that one or a later one, once. While copies are under way the engine
+    sends plans without rows; the collection of such a result may wait a little for a copy to end.
     """
 
     def launch(self, plan: bytes) -> None:
@@ -49,7 +49,9 @@ class Mailbox(Protocol):
         ...
 
     def pause(self) -> None:
-        """What is open waits for something that no message brings: return after a few milliseconds, or with a message."""
+        """What is open waits for something that no message brings: return after a few milliseconds, or with a
+        message.
+        """
         ...
 
     def send(self, messages: Sequence[FromEngine]) -> None:
@@ -67,7 +69,9 @@ class EventSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The end of one fetch: the image lies verified in host memory, or an error's code and message say why not."""
+    """The end of one fetch: the image lies verified in host memory, or an error's code and message say why
+    not.
+    """
 
     kernel_digest: str
     code: str | None = None

@@ -51,8 +51,8 @@ def _integer(param: str, value: object, low: int, high: int | None = None) -> in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
-    """What an answer is held to: one of these. choice: texts. regex: what the whole answer matches. json: a schema.
-    grammar: Lark's or GBNF's words. param: what the caller called it.
+    """What an answer is held to: one of these. choice: texts. regex: what the whole answer matches. json: a
+    schema. grammar: Lark's or GBNF's words. param: what the caller called it.
     """
 
     choice: Sequence[str] | None = None
@@ -76,15 +76,16 @@ class AnswerForm:
 class SamplingParams:
     """How tokens are chosen and when a request ends. Out-of-range values raise `invalid_sampling`.
 
-    max_tokens: output tokens at most, >= 1. temperature: [0, 100], 0 is greedy (ties to the lowest id). top_p: (0, 1].
-    top_k: 0 and -1 are off. min_p: [0, 1]. seed: 64 bits, None and -1 draw one. repetition_penalty: [0.01, 100], over prompt and output.
-    presence_penalty, frequency_penalty: [-2, 2], over the output. logit_bias: token id -> [-100, 100]. stop: strings
-    that end the text and are not part of it. stop_token_ids end the request like an end-of-sequence token.
-    ignore_eos: end-of-sequence tokens do not end it. skip_special_tokens: special tokens leave no text.
-    include_stop_str_in_output: a stop string stays part of the text. n: independent samples. logprobs, prompt_logprobs: top entries
-    reported for each generated token, each prompt position; None is off. structured_outputs: what the answer is held to, of a
-    Python caller. alora_fallback: "base" lets the base answer a prompt
-    that lacks the invocation of an activated adapter; None refuses it. It has no effect on any other prompt.
+    max_tokens: output tokens at most, >= 1. temperature: [0, 100], 0 is greedy (ties to the lowest id).
+    top_p: (0, 1]. top_k: 0 and -1 are off. min_p: [0, 1]. seed: 64 bits, None and -1 draw one.
+    repetition_penalty: [0.01, 100], over prompt and output. presence_penalty, frequency_penalty: [-2, 2],
+    over the output. logit_bias: token id -> [-100, 100]. stop: strings that end the text and are not part of
+    it. stop_token_ids end the request like an end-of-sequence token. ignore_eos: end-of-sequence tokens do
+    not end it. skip_special_tokens: special tokens leave no text. include_stop_str_in_output: a stop string
+    stays part of the text. n: independent samples. logprobs, prompt_logprobs: top entries reported for each
+    generated token, each prompt position; None is off. structured_outputs: what the answer is held to, of a
+    Python caller. alora_fallback: "base" lets the base answer a prompt that lacks the invocation of an
+    activated adapter; None refuses it. It has no effect on any other prompt.
     """
 
     max_tokens: int = 16

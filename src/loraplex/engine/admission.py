@@ -1,10 +1,12 @@
 """admit: requests at the head of the queue become running ones, through one joint transaction each.
 
-A ready request gets a slot, its KV pages and a slot lease at once. A cold one reserves adapter pages and KV together
-and starts the copy; it runs when the copy is published, and blocks nobody meanwhile. What is cached of a request is looked
-up and referenced before its reservation, which leaves it out; who waits for a block that is being computed blocks nobody.
+A ready request gets a slot, its KV pages and a slot lease at once. A cold one reserves adapter pages and KV
+together and starts the copy; it runs when the copy is published, and blocks nobody meanwhile. What is cached
+of a request is looked up and referenced before its reservation, which leaves it out; who waits for a block
+that is being computed blocks nobody.
 
-Specification: 0x05C (joint admission), 0x08I (look-up), 0x09B (predicates), 0x04E (reserve, copy, validate, publish).
+Specification: 0x05C (joint admission), 0x08I (look-up), 0x09B (predicates), 0x04E (reserve, copy, validate,
+publish).
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ LOOKAHEAD: Final = 64
 """Queue heads that one step looks at."""
 
 MAX_SKIPS: Final = 256
-"""Steps with a free place among the running ones that a cold request may be passed over in, for lack of pages, before
-younger ones wait for it. Steps without such a place let nobody in and do not count.
+"""Steps with a free place among the running ones that a cold request may be passed over in, for lack of
+pages, before younger ones wait for it. Steps without such a place let nobody in and do not count.
 
-About the steps of one answer: what ran when it was first passed over has mostly ended by then, so whoever holds the pages
-now came after it. From then on nobody younger is admitted and running requests only end: it waits for the longest answer
-that runs and no longer, whatever arrives. Fewer would hold back requests that need no load for one that a finished answer
-would have let in anyway. `tests/engine/test_starvation.py` counts both.
+About the steps of one answer: what ran when it was first passed over has mostly ended by then, so whoever
+holds the pages now came after it. From then on nobody younger is admitted and running requests only end: it
+waits for the longest answer that runs and no longer, whatever arrives. Fewer would hold back requests that
+need no load for one that a finished answer would have let in anyway. `tests/engine/test_starvation.py` counts
+both.
 """
 
 
@@ -121,7 +124,9 @@ def _take(
     reserve: Callable[[], Transaction | None],
     otherwise: Outcome,
 ) -> Outcome:
-    """Reference what is cached, then reserve the rest; a request whose adapter is there runs. Without room it lets go again."""
+    """Reference what is cached, then reserve the rest; a request whose adapter is there runs. Without room it
+    lets go again.
+    """
     try:
         prefixes.acquire(state, record, hit)
     except InternalFault as fault:
@@ -179,7 +184,9 @@ def _refuse(state: EngineState, record: RequestRecord, error: LoraplexError) -> 
 
 
 def demand_of(state: EngineState, record: RequestRecord, ready: Readiness, reused: int) -> Demand:
-    """Pages of the joint reservation: adapter if cold, known tokens without `reused` cached blocks, growth horizon, guard."""
+    """Pages of the joint reservation: adapter if cold, known tokens without `reused` cached blocks, growth
+    horizon, guard.
+    """
     kv, known = state.limits.kv, int(record.tokens.size)
     initial = kv.pages_for(known)
     horizon = min(state.limits.growth_horizon, max(record.remaining_outputs - 1, 0))
@@ -220,7 +227,9 @@ def bind(state: EngineState, record: RequestRecord) -> None:
 
 
 def loaded(state: EngineState, job: LoadJob) -> None:
-    """The load that a request's admission started is published: run the request; its transaction ends with that."""
+    """The load that a request's admission started is published: run the request; its transaction ends with
+    that.
+    """
     record = job.record
     if record is not None and record.stage is Stage.LOADING:
         bind(state, record)

@@ -1,5 +1,5 @@
-"""commit: what a plan produced becomes state. Only here do committed frontiers, outputs and service move, and only here are
-blocks cached.
+"""commit: what a plan produced becomes state. Only here do committed frontiers, outputs and service move, and
+only here are blocks cached.
 
 Specification: 0x09K (publication events), rulings "Frontiers and depth".
 """
@@ -163,10 +163,17 @@ def _binding(state: EngineState, record: RequestRecord, plan: int) -> TokenBindi
     table, slot, prefix = state.table, record.slot, record.prefix
     size = state.limits.kv.page_tokens
     return TokenBinding(
-        slot, int(table.incarnation[slot]), int(table.adapter_slot[slot]), int(table.adapter_generation[slot]),
-        plan, int(table.committed_generation[slot]), record.outputs, record.admissions,
-        prefix.matched * size if prefix is not None else 0, prefix.receipt.covered if prefix is not None else 0,
-    )  # fmt: skip
+        slot,
+        int(table.incarnation[slot]),
+        int(table.adapter_slot[slot]),
+        int(table.adapter_generation[slot]),
+        plan,
+        int(table.committed_generation[slot]),
+        record.outputs,
+        record.admissions,
+        prefix.matched * size if prefix is not None else 0,
+        prefix.receipt.covered if prefix is not None else 0,
+    )
 
 
 def _live(state: EngineState, slot: int) -> RequestRecord | None:

@@ -1,8 +1,8 @@
 """Constrained output: a request whose tokens must follow a grammar gets a mask with each row that samples.
 
-The grammar's state moves with commits only, so that nothing has to be undone when a plan is discarded, fails or is
-rolled back, and a preempted request goes on where it was. The next mask needs the token before it: `RunningTable`
-holds such a request back until that token is committed, and nobody else.
+The grammar's state moves with commits only, so that nothing has to be undone when a plan is discarded, fails
+or is rolled back, and a preempted request goes on where it was. The next mask needs the token before it:
+`RunningTable` holds such a request back until that token is committed, and nobody else.
 
 Specification: rulings "Sampling" (rows that need a host mask).
 """
@@ -56,7 +56,9 @@ def begin(state: EngineState, record: RequestRecord) -> bool:
 
 
 def masks_for(state: EngineState, selection: Selection) -> tuple[Selection, I32 | None]:
-    """Masks of the selection's masked samples, and the selection without requests whose grammar has no way on."""
+    """Masks of the selection's masked samples, and the selection without requests whose grammar has no way
+    on.
+    """
     masked = np.flatnonzero(state.table.masked[selection.slots] & selection.samples)
     if not masked.size:
         return selection, None
@@ -74,7 +76,9 @@ def masks_for(state: EngineState, selection: Selection) -> tuple[Selection, I32 
 
 
 def accept(state: EngineState, record: RequestRecord, token: int) -> bool:
-    """A token of the request is committed; whether its output is complete. A grammar that gives up ends the request."""
+    """A token of the request is committed; whether its output is complete. A grammar that gives up ends the
+    request.
+    """
     if record.constraint is None:
         return False
     try:

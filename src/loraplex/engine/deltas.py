@@ -122,11 +122,12 @@ class PendingDeltas:
     ) -> Deltas:
         """Everything collected that still applies; it is forgotten here.
 
-        An open applies while its slot runs the same incarnation, a page-table entry while the table still has it: a
-        request may have been preempted or ended since. A copy applies while it is in `copying`: one that a failed plan
-        had started may have ended before that plan gave its deltas back. A publication applies while the directory is
-        still at its generation: behind its retirement it would be another's. A page, or a block of one, is not scrubbed again
-        where a copy that was given back may have filled it: the copy is not made twice.
+        An open applies while its slot runs the same incarnation, a page-table entry while the table still has
+        it: a request may have been preempted or ended since. A copy applies while it is in `copying`: one
+        that a failed plan had started may have ended before that plan gave its deltas back. A publication
+        applies while the directory is still at its generation: behind its retirement it would be another's. A
+        page, or a block of one, is not scrubbed again where a copy that was given back may have filled it:
+        the copy is not made twice.
         """
         if not self:
             return Deltas()

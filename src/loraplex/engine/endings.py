@@ -1,4 +1,5 @@
-"""The end of a request: told once, its slot, pages and leases given back as soon as nothing of it is in flight.
+"""The end of a request: told once, its slot, pages and leases given back as soon as nothing of it is in
+flight.
 
 Never decides that a request ends: commits, messages, refusals and failures do.
 
@@ -25,7 +26,9 @@ def end(
     error: LoraplexError | None = None,
     stop_token: int | None = None,
 ) -> None:
-    """End a request, once: its `Ended` message and event go out, its resources as soon as nothing is in flight."""
+    """End a request, once: its `Ended` message and event go out, its resources as soon as nothing is in
+    flight.
+    """
     if record.stage is Stage.ENDED:
         return
     was, record.stage = record.stage, Stage.ENDED
@@ -37,10 +40,16 @@ def end(
     now = state.clock.now_ns()
     state.emit(
         RequestFinished(
-            now, record.request_id, record.adapter, record.tenant, reason or code or "", record.prompt_tokens,
-            record.outputs, now - record.arrival_ns,
+            now,
+            record.request_id,
+            record.adapter,
+            record.tenant,
+            reason or code or "",
+            record.prompt_tokens,
+            record.outputs,
+            now - record.arrival_ns,
         )
-    )  # fmt: skip
+    )
     if was is Stage.RUNNING:
         state.table.stopping[record.slot] = True
     elif was is Stage.LOADING and record.transaction is not None:
@@ -61,7 +70,9 @@ def settle(state: EngineState, record: RequestRecord) -> None:
 
 
 def release_slot(state: EngineState, record: RequestRecord) -> None:
-    """Free a running request's slot, pages and slot lease; nothing of it may be in flight. Cached blocks stay without it."""
+    """Free a running request's slot, pages and slot lease; nothing of it may be in flight. Cached blocks stay
+    without it.
+    """
     slot = record.slot
     pages = state.table.own_pages(slot)
     incarnation = int(state.table.incarnation[slot])

@@ -1,7 +1,8 @@
 """reserve: every selected row gets a page for its position, or leaves the selection.
 
-Oldest requests get pages first. When the pool runs out, idle adapters go, then the youngest running request is
-preempted: its pages return, its tokens stay, and it is computed again later with equal output. Nothing is dropped.
+Oldest requests get pages first. When the pool runs out, idle adapters go, then the youngest running request
+is preempted: its pages return, its tokens stay, and it is computed again later with equal output. Nothing is
+dropped.
 
 Specification: 0x05 (joint pressure), rulings "Frontiers and depth", "Leases".
 """
@@ -42,9 +43,11 @@ def grow(state: EngineState, selection: Selection) -> Selection:
 
 
 def _make_way(state: EngineState) -> None:
-    """No selected row got its page and nothing is in flight that would free one: the youngest request gives way.
+    """No selected row got its page and nothing is in flight that would free one: the youngest request gives
+    way.
 
-    The rows may all be young ones that took the whole budget, while an older request that could preempt them had none.
+    The rows may all be young ones that took the whole budget, while an older request that could preempt them
+    had none.
     """
     if len(state.by_slot) > 1:
         preempt(state, max(state.by_slot.values(), key=lambda record: record.ticket.order))

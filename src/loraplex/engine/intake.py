@@ -180,7 +180,9 @@ def _well_formed(state: EngineState, message: Submit, prompt: I32) -> AdapterEnt
 
 
 def _require_feasible(state: EngineState, entry: AdapterEntry | None, total: int) -> None:
-    """Raise unless the empty engine could serve `total` positions with this adapter (0x09B's first predicate)."""
+    """Raise unless the empty engine could serve `total` positions with this adapter (0x09B's first
+    predicate).
+    """
     kv_pages = state.limits.kv.pages_for(total)
     # A small adapter counts a page here: in the empty pool there is no slab to share.
     refusal = feasibility.too_large(

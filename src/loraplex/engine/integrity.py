@@ -1,7 +1,8 @@
 """Whether the engine's books agree: run when idle in production, after every step in tests and simulation.
 
-Every page has one owner that knows of it; what transactions have reserved is what loads under way hold; host images are
-held exactly by what is on the device or on its way there. Nothing is left behind when nothing is under way.
+Every page has one owner that knows of it; what transactions have reserved is what loads under way hold; host
+images are held exactly by what is on the device or on its way there. Nothing is left behind when nothing is
+under way.
 
 Specification: 0x05A; rulings "One page pool".
 """
@@ -126,7 +127,9 @@ def _check_requests(state: EngineState) -> None:
 
 
 def _check_prefixes(state: EngineState) -> None:
-    """Every page of the class is one cached block's; every reference is a request's, and what a request reads lies in its blocks."""
+    """Every page of the class is one cached block's; every reference is a request's, and what a request reads
+    lies in its blocks.
+    """
     index, table = state.prefix, state.table
     index.check()
     blocks = list(index)

@@ -1,7 +1,8 @@
 """plan and execute: a selection becomes a frozen plan, is validated against current state, and is launched.
 
-Launch validation compares every generation that the plan observed with its owner's (0x01G): request incarnation and
-planned frontier, adapter slot and its lease. A plan that no longer fits is discarded before anything moved.
+Launch validation compares every generation that the plan observed with its owner's (0x01G): request
+incarnation and planned frontier, adapter slot and its lease. A plan that no longer fits is discarded before
+anything moved.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from loraplex.schedule.select import Selection
 def make_flight(state: EngineState, selection: Selection) -> Flight | None:
     """Plan the selection and the pending deltas; None when there is neither.
 
-    While copies are under way a plan without either asks how they are, once nothing else is in flight: a backend may take
-    its time over such a plan, and a request may wait for the commit of the one before it.
+    While copies are under way a plan without either asks how they are, once nothing else is in flight: a
+    backend may take its time over such a plan, and a request may wait for the commit of the one before it.
     """
     started = state.clock.now_ns()
     selection, masks = constraints.masks_for(state, selection)
@@ -70,7 +71,8 @@ def launch(state: EngineState, backend: Backend, flight: Flight) -> bool:
 
 
 def _validate_adapters(state: EngineState, plan: BatchPlan) -> None:
-    """Each row names what its request leased, or the base before an invocation, and each leased slot still holds that generation, published.
+    """Each row names what its request leased, or the base before an invocation, and each leased slot still
+    holds that generation, published.
 
     The plan's groups are its distinct adapters: `check_plan` has seen to that.
     """

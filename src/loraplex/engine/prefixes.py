@@ -1,15 +1,17 @@
-"""The prefix cache in the engine: what a request may look up, hits, publication, giving up, and waiting for a block.
+"""The prefix cache in the engine: what a request may look up, hits, publication, giving up, and waiting for a
+block.
 
-The order of 0x08I: a request says its history and its keys when it is submitted, and the namespace is checked there; at
-admission it is looked up, and what was found is referenced before anything is reserved; a commit publishes what was computed.
-Blocks are published once a finite sample proves their rows, with tokens that were committed before. Where a running
-request is about to compute a block that another one needs next, the other waits for that commit and looks up again.
+The order of 0x08I: a request says its history and its keys when it is submitted, and the namespace is checked
+there; at admission it is looked up, and what was found is referenced before anything is reserved; a commit
+publishes what was computed. Blocks are published once a finite sample proves their rows, with tokens that
+were committed before. Where a running request is about to compute a block that another one needs next, the
+other waits for that commit and looks up again.
 
-What a client says its keys are decides only what that client finds: the engine makes each key again before it caches a
-block under it, so that whoever lies spoils no answer but its own.
+What a client says its keys are decides only what that client finds: the engine makes each key again before it
+caches a block under it, so that whoever lies spoils no answer but its own.
 
-Owns references, keys and the pages of cached blocks. Never decides who gives pages up (`residency.victims`), and never
-copies a byte: who hits reads the page that was written.
+Owns references, keys and the pages of cached blocks. Never decides who gives pages up (`residency.victims`),
+and never copies a byte: who hits reads the page that was written.
 
 Specification: 0x08E, 0x08H, 0x08I; rulings "KV compatibility", "Tenants".
 """
@@ -39,7 +41,8 @@ from loraplex.schedule.running import NO_CACHE, Slots
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What a look-up found. matched: cached blocks; reused: those that need not be computed; unread: of these, unreferenced.
+    """What a look-up found. matched: cached blocks; reused: those that need not be computed; unread: of
+    these, unreferenced.
 
     awaits: key of the last block in a row that a running request is about to compute; None where nobody is.
     """
@@ -57,7 +60,9 @@ NO_HIT: Final = Hit()
 
 
 def check_invocation(message: Submit, prompt: I32, entry: AdapterEntry | None) -> None:
-    """Raise unless an activated adapter's invocation stands in the prompt where the request says, and no other has one."""
+    """Raise unless an activated adapter's invocation stands in the prompt where the request says, and no
+    other has one.
+    """
     wanted, at = entry.invocation if entry is not None else (), message.invoked_at
     if not wanted and at != -1:
         raise CallerError(
@@ -76,7 +81,9 @@ def check_invocation(message: Submit, prompt: I32, entry: AdapterEntry | None) -
 def begin(
     state: EngineState, message: Submit, prompt: I32, entry: AdapterEntry | None
 ) -> RequestPrefix | None:
-    """The keys of a request, after they were checked against its namespace and history; None where nothing is cached."""
+    """The keys of a request, after they were checked against its namespace and history; None where nothing is
+    cached.
+    """
     limits, size = state.limits, state.limits.kv.page_tokens
     expected = prompt.size // size
     count, rest = divmod(len(message.block_keys), KEY_BYTES)
@@ -108,7 +115,9 @@ def _refused(why: str) -> CallerError:
 
 
 def look_up(state: EngineState, record: RequestRecord) -> Hit:
-    """What of a waiting request is cached now; nothing changes. The block with its last known token is always computed."""
+    """What of a waiting request is cached now; nothing changes. The block with its last known token is always
+    computed.
+    """
     prefix = record.prefix
     if prefix is None or not prefix.looks_up:
         return NO_HIT
@@ -121,7 +130,9 @@ def look_up(state: EngineState, record: RequestRecord) -> Hit:
 
 
 def _computed_by_another(state: EngineState, record: RequestRecord, keys: Sequence[bytes]) -> bytes | None:
-    """The last of `keys`, from the first on, that one running request computes; a request waits before its first row alone."""
+    """The last of `keys`, from the first on, that one running request computes; a request waits before its
+    first row alone.
+    """
     owner = state.computing.get(keys[0]) if keys and record.admissions == 0 else None
     if owner is None:
         return None
@@ -134,7 +145,9 @@ def _computed_by_another(state: EngineState, record: RequestRecord, keys: Sequen
 
 
 def acquire(state: EngineState, record: RequestRecord, hit: Hit) -> None:
-    """Reference what was found, before anything is reserved. Raises `prefix_receipt` for keys that are no chain."""
+    """Reference what was found, before anything is reserved. Raises `prefix_receipt` for keys that are no
+    chain.
+    """
     prefix = record.prefix
     if prefix is None:
         return
@@ -226,7 +239,8 @@ class _New:
 
 
 def publish(state: EngineState, plan: int, slots: Slots) -> list[tuple[RequestRecord, InternalFault]]:
-    """Cache the blocks that are complete by now. slots: those whose sample in `plan`, just committed, is finite.
+    """Cache the blocks that are complete by now. slots: those whose sample in `plan`, just committed, is
+    finite.
 
     The answer: requests whose keys are no chain, with why; they must end. Most steps complete no block.
     """
@@ -281,7 +295,9 @@ def _publish(state: EngineState, plan: int, slot: int, prefix: RequestPrefix, ne
 
 
 def _require_true(prefix: RequestPrefix, tokens: I32, first: int) -> None:
-    """Raise unless the keys that a client made, from block `first` on, are those of these tokens: no client's word is cached."""
+    """Raise unless the keys that a client made, from block `first` on, are those of these tokens: no client's
+    word is cached.
+    """
     size = prefix.chain.page_tokens
     last = min(prefix.given, tokens.size // size)
     if first >= last:
@@ -299,19 +315,25 @@ def _require_true(prefix: RequestPrefix, tokens: I32, first: int) -> None:
 
 
 def give_up(state: EngineState, count: int, reason: str) -> None:
-    """Forget `count` unreferenced blocks, longest unused first; their pages are free. reason: see `PrefixGivenUp`."""
+    """Forget `count` unreferenced blocks, longest unused first; their pages are free. reason: see
+    `PrefixGivenUp`.
+    """
     if count:
         _free(state, state.prefix.give_up(count), reason)
 
 
 def drop(state: EngineState, entry: AdapterEntry) -> None:
-    """Nothing made under an adapter is found again: it was revoked, or it leaves. What the base made alone stays."""
+    """Nothing made under an adapter is found again: it was revoked, or it leaves. What the base made alone
+    stays.
+    """
     if state.limits.prefix_cache and entry.execution != base_execution(state.limits.base_abi):
         _free(state, state.prefix.drop(bytes.fromhex(entry.execution)), "dropped")
 
 
 def _free(state: EngineState, blocks: Sequence[CachedBlock], reason: str) -> None:
-    """The pages of blocks that nobody finds and nobody reads; the last launch that may name each is its last reader's."""
+    """The pages of blocks that nobody finds and nobody reads; the last launch that may name each is its last
+    reader's.
+    """
     if not blocks:
         return
     pages = np.array([block.page for block in blocks], dtype=np.int32)

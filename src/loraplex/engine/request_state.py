@@ -28,11 +28,12 @@ class Stage(StrEnum):
 
 @dataclass(slots=True)
 class RequestPrefix:
-    """What a request has to do with cached blocks. root, history: what its keys begin with. chain: makes the keys of its
-    generated blocks. keys: of its full blocks, of which its client made the first `given`.
+    """What a request has to do with cached blocks. root, history: what its keys begin with. chain: makes the
+    keys of its generated blocks. keys: of its full blocks, of which its client made the first `given`.
 
-    looks_up: whether it may take what is cached. receipt: of its last look-up. blocks: cached ones that it references, from
-    the first on. computing: keys that others wait for while it computes their blocks. matched: blocks that were found.
+    looks_up: whether it may take what is cached. receipt: of its last look-up. blocks: cached ones that it
+    references, from the first on. computing: keys that others wait for while it computes their blocks.
+    matched: blocks that were found.
     """
 
     root: bytes
@@ -51,13 +52,13 @@ class RequestPrefix:
 class RequestRecord:
     """A request from enqueue to end.
 
-    tokens: known tokens while it waits (prompt, after a preemption with its output). ticket: its place in the queue,
-    given once. grammar: what its output must follow; constraint: how far it has come there, from its first admission on.
-    load_failures: loads for it that failed; a retry keeps everything else. scored: prompt positions whose log
-    probabilities were sent. admissions: how often it was admitted; bound_admission: the last of which a client knows
-    what it was bound to. invoked_at: position from which on an activated adapter acts, -1 for every other request. prefix:
-    None where nothing of it is cached. awaits: what it is parked for. preempting: its pages go as soon as nothing
-    of it is in flight.
+    tokens: known tokens while it waits (prompt, after a preemption with its output). ticket: its place in the
+    queue, given once. grammar: what its output must follow; constraint: how far it has come there, from its
+    first admission on. load_failures: loads for it that failed; a retry keeps everything else. scored: prompt
+    positions whose log probabilities were sent. admissions: how often it was admitted; bound_admission: the
+    last of which a client knows what it was bound to. invoked_at: position from which on an activated adapter
+    acts, -1 for every other request. prefix: None where nothing of it is cached. awaits: what it is parked
+    for. preempting: its pages go as soon as nothing of it is in flight.
     """
 
     request_id: str
@@ -139,8 +140,10 @@ class LoadJob:
 
 @dataclass(slots=True)
 class Want:
-    """A call that wants an adapter on the device. fruitless_steps: steps in which it found no pages, the last of them when
-    plan `tried_at` was the newest that had been committed. host_only: its image in host memory is enough."""
+    """A call that wants an adapter on the device. fruitless_steps: steps in which it found no pages, the last
+    of them when plan `tried_at` was the newest that had been committed. host_only: its image in host memory
+    is enough.
+    """
 
     entry: AdapterEntry
     purpose: Purpose
@@ -155,5 +158,7 @@ class Want:
         self.tried_at = committed
 
     def stalled(self, committed: int) -> bool:
-        """Whether only something that somebody does could move it on: a pin that found no room, and no commit since."""
+        """Whether only something that somebody does could move it on: a pin that found no room, and no commit
+        since.
+        """
         return self.purpose is Purpose.PIN and self.tried_at == committed

@@ -50,7 +50,9 @@ class Caps:
 
 @dataclass(slots=True)
 class Speculation:
-    """How prefetches fared (0x09K): loads published, those used before they were evicted, whole pages and bytes wasted."""
+    """How prefetches fared (0x09K): loads published, those used before they were evicted, whole pages and
+    bytes wasted.
+    """
 
     published: int = 0
     used: int = 0
@@ -72,7 +74,9 @@ class Traffic:
 
 @dataclass(slots=True)
 class Reuse:
-    """What cached prefixes saved: positions looked up and not computed again, at first admissions; blocks by their fate."""
+    """What cached prefixes saved: positions looked up and not computed again, at first admissions; blocks by
+    their fate.
+    """
 
     queried: int = 0
     reused: int = 0
@@ -83,11 +87,12 @@ class Reuse:
 class EngineState:
     """Pool, adapters, requests, queue, flights, outgoing messages and events.
 
-    adapters: registered ones by key. rank_sums: of the adapter that was last published in each adapter slot. departing:
-    removed ones that are still in use, with the call that hears of their end. occupied: adapter slots that are taken, with
-    or without a published adapter; occupied_pages: pages that adapters have for themselves. sharers: adapters that have not
-    left, by the kernel digest of their image. pinned: those with a pin. prefix: cached blocks; computing: keys of blocks that a
-    running request is about to compute, with its id.
+    adapters: registered ones by key. rank_sums: of the adapter that was last published in each adapter slot.
+    departing: removed ones that are still in use, with the call that hears of their end. occupied: adapter
+    slots that are taken, with or without a published adapter; occupied_pages: pages that adapters have for
+    themselves. sharers: adapters that have not left, by the kernel digest of their image. pinned: those with
+    a pin. prefix: cached blocks; computing: keys of blocks that a running request is about to compute, with
+    its id.
     """
 
     def __init__(self, limits: EngineLimits, clock: Clock, grammars: Grammars, loader: Loader) -> None:
@@ -202,7 +207,9 @@ class EngineState:
 
     @property
     def only_pausing(self) -> bool:
-        """Whether something is open and none of it is in anybody's hands: a step without effect would come to nothing again."""
+        """Whether something is open and none of it is in anybody's hands: a step without effect would come to
+        nothing again.
+        """
         return self.busy and not (self.host.fetching or self.flights or self.deltas or self.loads)
 
     def emit(self, event: Event) -> None:

@@ -8,8 +8,9 @@
     commit   the oldest launched plan's result becomes state, once enough plans are in flight
     publish  messages and events leave
 
-At depth 0 a plan is committed in the step that launched it, and so is one without rows. At depth 1 the next one is planned
-and launched first, with references to tokens that are still on the device; what takes pages or slots away waits for the commit.
+At depth 0 a plan is committed in the step that launched it, and so is one without rows. At depth 1 the next
+one is planned and launched first, with references to tokens that are still on the device; what takes pages or
+slots away waits for the commit.
 
 Synchronous and deterministic: everything outside comes through ports.
 """
@@ -40,7 +41,9 @@ class Engine:
         grammars: Grammars | None = None,
         loader: Loader | None = None,
     ) -> None:
-        """grammars: None refuses requests whose output must follow one. loader: None where every image is on the host."""
+        """grammars: None refuses requests whose output must follow one. loader: None where every image is on
+        the host.
+        """
         self.state = EngineState(
             limits, clock, grammars or NoGrammars(), hosting.AllOnHost() if loader is None else loader
         )
@@ -52,8 +55,9 @@ class Engine:
     def step(self, wait: bool = False) -> bool:
         """One iteration. wait: block for a message when there is nothing else to do. Whether anything moved.
 
-        Where something is open and the step before moved none of it, it waits for a grammar that is being compiled or for the
-        pause after a failed load: then this step begins with a pause of its own, whether it was told to wait or not.
+        Where something is open and the step before moved none of it, it waits for a grammar that is being
+        compiled or for the pause after a failed load: then this step begins with a pause of its own, whether
+        it was told to wait or not.
         """
         if self._still and self.state.only_pausing:
             self._mailbox.pause()
@@ -98,9 +102,11 @@ class Engine:
         return flight is not None and launch.launch(self.state, self._backend, flight)
 
     def _commit(self, busy: bool) -> bool:
-        """Commit until at most `depth` plans are in flight; all where no plan was launched that keeps the device busy.
+        """Commit until at most `depth` plans are in flight; all where no plan was launched that keeps the
+        device busy.
 
-        A plan without rows has its result as soon as it was launched: what waits for it need not wait for another step.
+        A plan without rows has its result as soon as it was launched: what waits for it need not wait for
+        another step.
         """
         allowed = self.state.limits.depth if busy else 0
         committed = False

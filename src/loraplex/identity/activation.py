@@ -1,7 +1,7 @@
 """From where on an activated adapter acts: the first token of the last exact occurrence of its invocation.
 
-A function of token ids alone: a text that reads alike but has other ids invokes nothing. Never decides what becomes of
-a prompt without an invocation.
+A function of token ids alone: a text that reads alike but has other ids invokes nothing. Never decides what
+becomes of a prompt without an invocation.
 
 Specification: 0x08E, 0x08G.
 """
@@ -16,7 +16,9 @@ from loraplex.identity.digests import invalid
 
 
 def last_invocation(tokens: Sequence[int], invocation: Sequence[int]) -> int | None:
-    """Position in `tokens` at which the last exact occurrence of `invocation` begins; None where there is none."""
+    """Position in `tokens` at which the last exact occurrence of `invocation` begins; None where there is
+    none.
+    """
     if not invocation:
         raise invalid("an invocation of no tokens was given, expected at least one")
     last = len(tokens) - len(invocation)

@@ -13,8 +13,8 @@ from loraplex.identity.canonical import check_digest, digest
 class RequestBinding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One attempt of one request, bound to one function and one generation policy.
 
-    semantic: the adapter's semantic ABI, or None for the base. lineage: the request that this one continues or
-    replays; its own id otherwise. policy: digest of the sampling parameters.
+    semantic: the adapter's semantic ABI, or None for the base. lineage: the request that this one continues
+    or replays; its own id otherwise. policy: digest of the sampling parameters.
     """
 
     namespace: str

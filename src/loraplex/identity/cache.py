@@ -1,8 +1,9 @@
-"""KV identities: the cache ABI without adapter, the first parent of a chain, block keys, the one-piece prefix form.
+"""KV identities: the cache ABI without adapter, the first parent of a chain, block keys, the one-piece prefix
+form.
 
-A block key says the whole history of its rows: every token before it, every execution and where each began. It never
-holds a request, an alias, a slot, a page or a sampling policy. So equal tokens after different contexts, or after
-different activation starts, never share.
+A block key says the whole history of its rows: every token before it, every execution and where each began.
+It never holds a request, an alias, a slot, a page or a sampling policy. So equal tokens after different
+contexts, or after different activation starts, never share.
 
 Specification: 0x01G "Bindings of request, cache and slot", 0x08H; rulings "Identity".
 """
@@ -26,7 +27,8 @@ SHARED_NAMESPACE: Final = ":shared"
 
 
 class CacheAbi(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which KV representation. position: the RoPE contract as text; visibility: causal, or a window in tokens.
+    """Which KV representation. position: the RoPE contract as text; visibility: causal, or a window in
+    tokens.
 
     page_tokens, layers, kv_heads, head_dim: page geometry of this shard. shard: (rank, ranks).
     """
@@ -50,12 +52,16 @@ class CacheAbi(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def namespace_of(tenant: str, sharing: Collection[str]) -> str:
-    """Where a tenant's prefixes are looked up and published: its own namespace, or the one of those that share."""
+    """Where a tenant's prefixes are looked up and published: its own namespace, or the one of those that
+    share.
+    """
     return SHARED_NAMESPACE if tenant in sharing else tenant
 
 
 def cache_root(cache_abi: str, graph_revision: int, namespace: str) -> bytes:
-    """First parent of a chain of block keys, 32 bytes. namespace: who may share, a tenant's or one that was opened."""
+    """First parent of a chain of block keys, 32 bytes. namespace: who may share, a tenant's or one that was
+    opened.
+    """
     text = digest(
         {
             "cache_abi_sha256": check_digest("cache_abi", cache_abi),
@@ -69,8 +75,8 @@ def cache_root(cache_abi: str, graph_revision: int, namespace: str) -> bytes:
 def block_key(parent: bytes, execution: bytes, acts_from: int, tokens: bytes) -> bytes:
     """Key of the block after `parent`, 32 bytes.
 
-    execution: digest of the execution that acts in the block, 32 bytes. acts_from: first position inside the block at
-    which it acts; what acted before is in the parent. tokens: little-endian int32, at least one.
+    execution: digest of the execution that acts in the block, 32 bytes. acts_from: first position inside the
+    block at which it acts; what acted before is in the parent. tokens: little-endian int32, at least one.
     """
     if len(parent) != KEY_BYTES or len(execution) != KEY_BYTES:
         raise invalid(
@@ -92,7 +98,9 @@ class KeyChain:
     __slots__ = ("_executions", "_history", "page_tokens", "parent", "position")
 
     def __init__(self, root: bytes, history: History, page_tokens: int, position: int = 0) -> None:
-        """root: the first parent, or the key of the block that ends at `position`, a multiple of `page_tokens`."""
+        """root: the first parent, or the key of the block that ends at `position`, a multiple of
+        `page_tokens`.
+        """
         check_history(history)
         if page_tokens < 1 or position < 0 or position % page_tokens:
             raise invalid(
@@ -103,7 +111,9 @@ class KeyChain:
         self.parent, self.page_tokens, self.position = root, page_tokens, position
 
     def extend(self, tokens: bytes) -> list[bytes]:
-        """Keys of the full blocks in `tokens`, which begin at `position`; a rest that fills no block is left out."""
+        """Keys of the full blocks in `tokens`, which begin at `position`; a rest that fills no block is left
+        out.
+        """
         size = self.page_tokens * TOKEN_BYTES
         keys = []
         for offset in range(0, len(tokens) - size + 1, size):
@@ -114,7 +124,9 @@ class KeyChain:
         return keys
 
     def acting(self, position: int) -> tuple[bytes, int]:
-        """The execution at the end of the block that begins at `position`, and where inside the block it begins."""
+        """The execution at the end of the block that begins at `position`, and where inside the block it
+        begins.
+        """
         if position >= self._history[-1].start:
             return self._executions[-1], 0
         end = position + self.page_tokens

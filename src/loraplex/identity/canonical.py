@@ -1,8 +1,8 @@
 """One text for each value: the serialisation that every digest is taken over.
 
-Sorted keys, UTF-8, no white space; integers, strings, booleans, null, lists and objects with string keys. A float has
-no canonical text here: whoever holds one passes its shortest decimal text as a string. No paths, no addresses.
-Specification: 0x01G "Identities".
+Sorted keys, UTF-8, no white space; integers, strings, booleans, null, lists and objects with string keys. A
+float has no canonical text here: whoever holds one passes its shortest decimal text as a string. No paths, no
+addresses. Specification: 0x01G "Identities".
 """
 
 from __future__ import annotations

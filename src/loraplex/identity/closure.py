@@ -1,12 +1,13 @@
-"""Which parts of an adapter can change a KV row, a hidden state or a logit: the dependency graph of a serial decoder.
+"""Which parts of an adapter can change a KV row, a hidden state or a logit: the dependency graph of a serial
+decoder.
 
-A KV row of layer l at position t depends on the embedding, on K and V of its own layer, and on every operator of the
-layers below, at positions up to t. Q, O and the MLP of a layer reach KV rows of later layers only, so in the last layer
-they reach none. The output head reaches logits and nothing else. Equal shapes or equal bytes prove nothing; what the
-graph does not know is taken for an ancestor of everything.
+A KV row of layer l at position t depends on the embedding, on K and V of its own layer, and on every operator
+of the layers below, at positions up to t. Q, O and the MLP of a layer reach KV rows of later layers only, so
+in the last layer they reach none. The output head reaches logits and nothing else. Equal shapes or equal
+bytes prove nothing; what the graph does not know is taken for an ancestor of everything.
 
-The graph has a revision, and the revision is part of the first parent of every block key: a graph that changes shares
-no row with what was made under another. Specification: 0x08A, 0x08B, 0x08C, 0x08D.
+The graph has a revision, and the revision is part of the first parent of every block key: a graph that
+changes shares no row with what was made under another. Specification: 0x08A, 0x08B, 0x08C, 0x08D.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ GRAPH_REVISION: Final = 1
 
 
 class Part(StrEnum):
-    """What of a module an adapter changes: y = g * ((x * h) W^T + s (x A^T) B^T) + c, or a bias that was trained."""
+    """What of a module an adapter changes: y = g * ((x * h) W^T + s (x A^T) B^T) + c, or a bias that was
+    trained.
+    """
 
     FACTORS = "factors"
     INPUT_SCALE = "h"
@@ -47,7 +50,9 @@ class Reach(IntEnum):
 
 
 class Node(NamedTuple):
-    """One operator that an adapter changes. module: a `Module`, or the name of one that the graph does not know."""
+    """One operator that an adapter changes. module: a `Module`, or the name of one that the graph does not
+    know.
+    """
 
     layer: int
     module: Module | str
@@ -65,7 +70,9 @@ DIRECT: Final[dict[Module, Reach]] = {
     Module.DOWN: Reach.LATER_LAYERS,
     Module.LM_HEAD: Reach.LOGITS,
 }
-"""What a change of a module reaches first. Every part of a module acts on the module's output, so parts do not differ."""
+"""What a change of a module reaches first. Every part of a module acts on the module's output, so parts do
+not differ.
+"""
 
 
 PART_OF_ROLE: Final = {
@@ -85,7 +92,9 @@ _UNPLACED: Final = -1
 
 
 def nodes_of(modules: Iterable[ModuleSpec]) -> Iterator[Node]:
-    """The operators that an artifact's modules change. A target or role that the graph does not know keeps its name."""
+    """The operators that an artifact's modules change. A target or role that the graph does not know keeps
+    its name.
+    """
     known = {module.name.lower(): module for module in Module}
     for spec in modules:
         module = known.get(spec.target, spec.target)
@@ -99,7 +108,9 @@ def nodes_of(modules: Iterable[ModuleSpec]) -> Iterator[Node]:
 
 
 def reach(node: Node, layers: int) -> Reach:
-    """The first object that `node` can change in a decoder of `layers` layers. An unknown module or part: everything."""
+    """The first object that `node` can change in a decoder of `layers` layers. An unknown module or part:
+    everything.
+    """
     if not isinstance(node.module, Module):
         return Reach.EVERYTHING
     if node.module in LAYER_MODULES and not 0 <= node.layer < layers:

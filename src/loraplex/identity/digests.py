@@ -1,7 +1,8 @@
-"""Base, artifact, semantic and kernel identities: frozen records, each with the digest of exactly its own fields.
+"""Base, artifact, semantic and kernel identities: frozen records, each with the digest of exactly its own
+fields.
 
-Each record answers one question and holds nothing that belongs to another: an alias, a path or a slot is never part
-of what an adapter is. Digests of bytes are made by whoever read them and passed in.
+Each record answers one question and holds nothing that belongs to another: an alias, a path or a slot is
+never part of what an adapter is. Digests of bytes are made by whoever read them and passed in.
 
 Specification: 0x01G; rulings "Identity".
 """
@@ -59,7 +60,9 @@ class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BaseAbi(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which exact shared operator: digests of weights, configuration, weight transforms and target-module map."""
+    """Which exact shared operator: digests of weights, configuration, weight transforms and target-module
+    map.
+    """
 
     weights: str
     config: str
@@ -80,7 +83,8 @@ class BaseAbi(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One adapted module. base_shape: (d_out, d_in). alpha: shortest decimal text. rule: how the scale follows.
+    """One adapted module. base_shape: (d_out, d_in). alpha: shortest decimal text. rule: how the scale
+    follows.
 
     rank 0 and alpha "0" where the module has vectors only. tensors: sorted by role.
     """

@@ -1,9 +1,10 @@
-"""Under which function each KV row of a request was made: a history of intervals, each with its execution digest.
+"""Under which function each KV row of a request was made: a history of intervals, each with its execution
+digest.
 
-An execution says what acts over a run of positions as far as KV rows can tell: the base, or the base with one adapter.
-An adapter whose parts all lie outside the cache-ancestor closure executes as the base. An activated adapter executes as
-the base before its invocation and as itself from the first invocation token on. Which slot, page or request holds a row
-is never part of it.
+An execution says what acts over a run of positions as far as KV rows can tell: the base, or the base with one
+adapter. An adapter whose parts all lie outside the cache-ancestor closure executes as the base. An activated
+adapter executes as the base before its invocation and as itself from the first invocation token on. Which
+slot, page or request holds a row is never part of it.
 
 Specification: 0x08E, 0x08H; rulings "Identity", "KV compatibility".
 """
@@ -25,7 +26,9 @@ MAX_INTERVALS: Final = 2
 
 
 class Interval(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """From position `start` on, rows were made under `execution` (a digest), up to the next interval or the end."""
+    """From position `start` on, rows were made under `execution` (a digest), up to the next interval or the
+    end.
+    """
 
     start: int
     execution: str
@@ -57,8 +60,8 @@ def execution_of(base: str, semantic: str, modules: Iterable[ModuleSpec], layers
 def history_of(base: str, execution: str | None, invoked_at: int | None = None) -> History:
     """The history of a request.
 
-    base: the base ABI. execution: the adapter's, None for the base alone. invoked_at: position of the first invocation
-    token of an activated adapter, None for an adapter that is always on.
+    base: the base ABI. execution: the adapter's, None for the base alone. invoked_at: position of the first
+    invocation token of an activated adapter, None for an adapter that is always on.
     """
     if invoked_at is not None and (execution is None or invoked_at < 0):
         raise invalid(f"an invocation at position {invoked_at} needs an adapter and a position from 0")

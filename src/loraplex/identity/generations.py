@@ -1,7 +1,8 @@
-"""The generation vector: one typed counter for each reason to advance, and the text form that keeps its namespace.
+"""The generation vector: one typed counter for each reason to advance, and the text form that keeps its
+namespace.
 
-There is no order between components. A snapshot is compared with its owners component by component, each with a code
-of its own. Specification: 0x01G "Generations are a vector".
+There is no order between components. A snapshot is compared with its owners component by component, each with
+a code of its own. Specification: 0x01G "Generations are a vector".
 """
 
 from __future__ import annotations

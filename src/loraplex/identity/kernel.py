@@ -1,7 +1,7 @@
 """The local kernel ABI: which converted bytes a kernel may consume, on which shard.
 
-Binds the semantic identity to one conversion: orientation, element type, packing, and the ranges of input and output
-that this shard holds. Specification: 0x01G "Logical factors and kernel layouts", 0x06F.
+Binds the semantic identity to one conversion: orientation, element type, packing, and the ranges of input and
+output that this shard holds. Specification: 0x01G "Logical factors and kernel layouts", 0x06F.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ RANK_ROWS: Final = "rank-rows"
 """Storage layout: A as [rank, input] rows, B transposed as [rank, output] rows, in pages."""
 
 CONSTANT: Final = "relative-to-base-bias"
-"""What the stored c means in y = g * (x W^T + b + s (x A^T) B^T) + c: b is the base's own bias, added by the base GEMM for
-every row, and c is the method's constant minus g * b. So a bias that the method leaves alone, or scales by g as IA3 does,
-needs no c at all and is exact; only DoRA over a bias, a bias of B and a trained bias store one."""
+"""What the stored c means in y = g * (x W^T + b + s (x A^T) B^T) + c: b is the base's own bias, added by the
+base GEMM for every row, and c is the method's constant minus g * b. So a bias that the method leaves alone,
+or scales by g as IA3 does, needs no c at all and is exact; only DoRA over a bias, a bias of B and a trained
+bias store one.
+"""
 
 A_AXES: Final = ("rank", "input")
 B_AXES: Final = ("rank", "output")
@@ -49,14 +51,17 @@ class LocalLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where factors lie: size of the page or block, and the digest of the extent table as little-endian int32."""
+    """Where factors lie: size of the page or block, and the digest of the extent table as little-endian
+    int32.
+    """
 
     page_bytes: int
     extents_sha256: str
 
 
 class KernelAbi(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One conversion on one shard. kernel_family names the storage layout, never a launch. shard: (rank, ranks).
+    """One conversion on one shard. kernel_family names the storage layout, never a launch. shard: (rank,
+    ranks).
 
     constant: what vector c is relative to, see `CONSTANT`.
     """
@@ -116,7 +121,9 @@ def check_layout(layout: LocalLayout, spec: ModuleSpec) -> None:
 
 
 def check_shards(kernels: Sequence[KernelAbi], modules: Sequence[ModuleSpec]) -> None:
-    """The shards of one conversion together hold each module's update exactly: one axis tiled, the other whole."""
+    """The shards of one conversion together hold each module's update exactly: one axis tiled, the other
+    whole.
+    """
     ranks = len(kernels)
     if [kernel.shard for kernel in kernels] != [(rank, ranks) for rank in range(ranks)]:
         raise invalid(

@@ -1,7 +1,7 @@
 """The launch snapshot of one row, and its validation against the owners of what it names.
 
-This is the full form of the comparison; the engine's packed plan carries compact integers that stand for the same
-fields. Specification: 0x01G "Launch validation".
+This is the full form of the comparison; the engine's packed plan carries compact integers that stand for the
+same fields. Specification: 0x01G "Launch validation".
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class LaunchRow:
 class LaunchOwners:
     """What the owners hold now: request, adapter (base and semantic ABI), slot, cache execution, generations.
 
-    cache_history: under which executions the request's KV rows were made. request_history: those that its adapter and
-    activation call for.
+    cache_history: under which executions the request's KV rows were made. request_history: those that its
+    adapter and activation call for.
     """
 
     request: RequestBinding

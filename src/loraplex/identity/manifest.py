@@ -1,8 +1,9 @@
-"""Manifests: everything that defines an adapter, or a whole launch, in one record whose digests are recomputed.
+"""Manifests: everything that defines an adapter, or a whole launch, in one record whose digests are
+recomputed.
 
-`AdapterManifest` is what `loraplex verify` prints. `RuntimeManifest` adds request, slot, cache and generations, so
-that an answer can be traced from its bytes to its row. A manifest is accepted only when every digest, projection and
-ledger in it follows from the rest. Specification: 0x01G "What is refused".
+`AdapterManifest` is what `loraplex verify` prints. `RuntimeManifest` adds request, slot, cache and
+generations, so that an answer can be traced from its bytes to its row. A manifest is accepted only when every
+digest, projection and ledger in it follows from the rest. Specification: 0x01G "What is refused".
 """
 
 from __future__ import annotations
@@ -62,10 +63,11 @@ class AdapterManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RuntimeManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One row of one launch. prompt_tokens: int32 values. generations, observed: text forms of generation vectors.
+    """One row of one launch. prompt_tokens: int32 values. generations, observed: text forms of generation
+    vectors.
 
-    shard: which of the adapter's kernels the slot holds. cache_history: under which executions the KV rows were made.
-    invoked_at: position at which an activated adapter was invoked. row_*: what the row's plan saw.
+    shard: which of the adapter's kernels the slot holds. cache_history: under which executions the KV rows
+    were made. invoked_at: position at which an activated adapter was invoked. row_*: what the row's plan saw.
     """
 
     adapter: AdapterManifest
@@ -91,7 +93,9 @@ class RuntimeManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def ledger_of(artifact: ArtifactIdentity, kernels: tuple[KernelAbi, ...]) -> Ledger:
-    """The ledger that follows from tensor records and local layouts; analytical, without alignment and tables."""
+    """The ledger that follows from tensor records and local layouts; analytical, without alignment and
+    tables.
+    """
     shard_scalars = tuple(kernel.scalars() for kernel in kernels)
     shard_bytes = tuple(k.scalars() * _itemsize(k.dtype) for k in kernels)
     return Ledger(

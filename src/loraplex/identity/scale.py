@@ -1,7 +1,7 @@
 """Alpha as exact decimal text, and the effective scale that follows from alpha, rank and rule.
 
-Identity holds alpha and the rule; the scale itself is derived where it is needed, as PEFT derives it: in float64,
-then rounded to float32. Specification: 0x01G (s = alpha / r), 0x02F (scale placement).
+Identity holds alpha and the rule; the scale itself is derived where it is needed, as PEFT derives it: in
+float64, then rounded to float32. Specification: 0x01G (s = alpha / r), 0x02F (scale placement).
 """
 
 from __future__ import annotations

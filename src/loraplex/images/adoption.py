@@ -1,8 +1,10 @@
-"""Fills the file of an image with another image's pages: each is read into the file's own memory and summed there.
+"""Fills the file of an image with another image's pages: each is read into the file's own memory and summed
+there.
 
-The new file is mapped, and nobody else has it: it is private until it is renamed. A write call would hold the file
-against all other threads while memory is found for its pages, which takes longer than to copy them; a mapping is filled
-by as many threads as there are. Memory is asked for ahead of a page, so that a full disk is an error and not a signal.
+The new file is mapped, and nobody else has it: it is private until it is renamed. A write call would hold the
+file against all other threads while memory is found for its pages, which takes longer than to copy them; a
+mapping is filled by as many threads as there are. Memory is asked for ahead of a page, so that a full disk is
+an error and not a signal.
 
 Specification: 0x05D (verified host source), rulings "Loading".
 """
@@ -84,9 +86,11 @@ def fill_pages(
     before: Callable[[int], object] = lambda page: None,
     after: Callable[[int], object] = lambda page: None,
 ) -> None:
-    """Read each page of an image into `pages`, uint8 [pages, page_bytes], which nobody else has, and sum it there.
+    """Read each page of an image into `pages`, uint8 [pages, page_bytes], which nobody else has, and sum it
+    there.
 
-    before, after: what is done around each page. Raises `adapter_load_failed` for a page without its checksum.
+    before, after: what is done around each page. Raises `adapter_load_failed` for a page without its
+    checksum.
     """
     turns = iter(range(len(pages)))  # shared by the threads: each takes the next page that nobody has taken
 
@@ -109,7 +113,8 @@ def fill_pages(
 def populate(memory: npt.NDArray[np.uint8], threads: int) -> bool:
     """Find memory for a mapped file, several threads at a time; raises OSError where there is none left.
 
-    False where the kernel cannot be asked, and none was found: whoever locks the memory finds it then, only later.
+    False where the kernel cannot be asked, and none was found: whoever locks the memory finds it then, only
+    later.
     """
     share = -(-memory.size // threads // mmap.PAGESIZE) * mmap.PAGESIZE
     starts = range(0, memory.size, share) if memory.size else ()
@@ -118,7 +123,9 @@ def populate(memory: npt.NDArray[np.uint8], threads: int) -> bool:
 
 
 def _populate(memory: npt.NDArray[np.uint8], start: int, nbytes: int) -> bool:
-    """Find memory for a part of a mapped file; False where the kernel cannot be asked. Raises OSError when it is full."""
+    """Find memory for a part of a mapped file; False where the kernel cannot be asked. Raises OSError when it
+    is full.
+    """
     error = _advise(memory, start, nbytes, _POPULATE_WRITE)
     if error == errno.EFAULT:  # what a write to it would end the process with
         error = errno.ENOSPC
@@ -128,7 +135,9 @@ def _populate(memory: npt.NDArray[np.uint8], start: int, nbytes: int) -> bool:
 
 
 def _advise(memory: npt.NDArray[np.uint8], start: int, nbytes: int, advice: int) -> int:
-    """madvise on all pages of memory that a part of a mapping touches; holds no lock of the interpreter. 0 or an errno."""
+    """madvise on all pages of memory that a part of a mapping touches; holds no lock of the interpreter. 0 or
+    an errno.
+    """
     low = start - start % mmap.PAGESIZE
     address = memory.ctypes.data + low
     return ctypes.get_errno() if _madvise(address, start + nbytes - low, advice) else 0

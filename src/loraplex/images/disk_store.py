@@ -1,9 +1,10 @@
 """The disk store of adapter images: one file for each kernel digest, shared by all processes of a server.
 
-A file appears by rename after its bytes are on disk and never changes afterwards, so a reader maps it and a delete
-only unlinks it: maps that are open stay valid. What lies in the folder's region (`region`) is the exception: its bytes are
-others' as soon as it is deleted, so whoever deletes it must know that nobody reads it. A writer holds a lock on its temporary file, so what a killed writer
-left behind is told from what a living one still writes. Implements `core.ports.ImageSource`.
+A file appears by rename after its bytes are on disk and never changes afterwards, so a reader maps it and a
+delete only unlinks it: maps that are open stay valid. What lies in the folder's region (`region`) is the
+exception: its bytes are others' as soon as it is deleted, so whoever deletes it must know that nobody reads
+it. A writer holds a lock on its temporary file, so what a killed writer left behind is told from what a
+living one still writes. Implements `core.ports.ImageSource`.
 
 `image_file` has the layout of a file, `adoption` the way an image takes from one store into another.
 
@@ -65,17 +66,19 @@ class ImageStore:
     def adopt(self, image: AdapterImage, threads: PageThreads | None = None) -> Path:
         """Take an image over from another store: each page is copied and the copy is summed where it lies.
 
-        So what lies here afterwards is what the checksums were made of, whatever the other store's bytes do meanwhile.
-        threads: take pages beside each other; None: the caller's. Not synced to a disk: this store is a tier that a
-        restart fills again. A whole image that is here stays as it is. Raises `adapter_load_failed` for a page without
-        its checksum, or a full disk.
+        So what lies here afterwards is what the checksums were made of, whatever the other store's bytes do
+        meanwhile. threads: take pages beside each other; None: the caller's. Not synced to a disk: this store
+        is a tier that a restart fills again. A whole image that is here stays as it is. Raises
+        `adapter_load_failed` for a page without its checksum, or a full disk.
         """
         return self._store(
             image, lambda fd, beginning: adopt_pages(image, fd, beginning, threads), durable=False
         )
 
     def _store(self, image: AdapterImage, write: Callable[[int, bytes], None], *, durable: bool) -> Path:
-        """Make the image's file whole or not at all. write: all of it to a file descriptor, after the given beginning."""
+        """Make the image's file whole or not at all. write: all of it to a file descriptor, after the given
+        beginning.
+        """
         beginning = front(header_of(image), image)
         if self._is_whole(image.kernel_digest):
             return self._path(image.kernel_digest)
@@ -105,8 +108,8 @@ class ImageStore:
     def open(self, kernel_digest: str) -> AdapterImage:
         """The image, its arrays mapped. Raises `adapter_load_failed` when it is not there or not whole.
 
-        `read_page` reads the same file, also after its deletion: its descriptor lives as long as the image. Pages that lie
-        in the region are not to be read after it.
+        `read_page` reads the same file, also after its deletion: its descriptor lives as long as the image.
+        Pages that lie in the region are not to be read after it.
         """
         try:
             file = ImageFile(os.open(self._path(kernel_digest), os.O_RDONLY | os.O_CLOEXEC), kernel_digest)

@@ -1,7 +1,9 @@
-"""The loader's own store: images in the region where there is room, in files of their own where there is none.
+"""The loader's own store: images in the region where there is room, in files of their own where there is
+none.
 
-Keeps the region's books and is the only one that writes into it, so there is one for each host folder. A part of the region
-is free again when its image is dropped: an engine drops none that a copy still reads or a slot may be restored from.
+Keeps the region's books and is the only one that writes into it, so there is one for each host folder. A part
+of the region is free again when its image is dropped: an engine drops none that a copy still reads or a slot
+may be restored from.
 
 Specification: 0x04A (host tier), 0x05D (verified host source); rulings "Loading".
 """

@@ -1,9 +1,9 @@
 """The file of one adapter image: its layout, and an open one that pages are read from.
 
-Layout, little-endian: header of `_HEADER`, SHA-256 of header and tables, modules int32 [n, 5], extents int32 [n, 9],
-checksums int64 [pages], zeros up to a multiple of 4096, pages. Where the pages lie in the folder's region (`region`), the
-file has another magic and, in place of pages, an int64 that says where; the SHA-256 covers it. Knows nothing of where files
-lie or who writes them.
+Layout, little-endian: header of `_HEADER`, SHA-256 of header and tables, modules int32 [n, 5], extents int32
+[n, 9], checksums int64 [pages], zeros up to a multiple of 4096, pages. Where the pages lie in the folder's
+region (`region`), the file has another magic and, in place of pages, an int64 that says where; the SHA-256
+covers it. Knows nothing of where files lie or who writes them.
 
 Specification: 0x04A (host tier), 0x05D (verified host source).
 """
@@ -58,9 +58,15 @@ class Header:
     def pack(self) -> bytes:
         """Its bytes."""
         return _HEADER.pack(
-            PLACED_MAGIC if self.placed else MAGIC, self.itemsize, self.modules, self.extents, self.pages, self.page_bytes,
-            bytes.fromhex(self.key), bytes.fromhex(self.kernel_digest),
-        )  # fmt: skip
+            PLACED_MAGIC if self.placed else MAGIC,
+            self.itemsize,
+            self.modules,
+            self.extents,
+            self.pages,
+            self.page_bytes,
+            bytes.fromhex(self.key),
+            bytes.fromhex(self.kernel_digest),
+        )
 
     @property
     def tables_bytes(self) -> int:
@@ -140,7 +146,9 @@ class ImageFile:
     __del__ = close
 
     def read(self, index: int, into: npt.NDArray[np.uint8]) -> None:
-        """Fill `into` with pages from `index` on; raises `adapter_load_failed` where the file ends before they do."""
+        """Fill `into` with pages from `index` on; raises `adapter_load_failed` where the file ends before
+        they do.
+        """
         view, start, done = into.data.cast("B"), self._at + index * self.pages.shape[1], 0
         while done < len(view):
             count = os.preadv(self._fd, [view[done:]], start + done)
@@ -150,7 +158,9 @@ class ImageFile:
             done += count
 
     def image(self, region: Callable[[], Places | None]) -> AdapterImage:
-        """Decode it; its pages are mapped and read by this object, or lie in the region. Raises `adapter_load_failed`."""
+        """Decode it; its pages are mapped and read by this object, or lie in the region. Raises
+        `adapter_load_failed`.
+        """
         header, tables, offset = self._decode()
         shape, nbytes = (header.pages, header.page_bytes), header.pages * header.page_bytes
         places = None
@@ -180,7 +190,9 @@ class ImageFile:
         )
 
     def place(self) -> tuple[int, int] | None:
-        """(offset, bytes) of an image that lies in the region, None for any other. Raises `adapter_load_failed`."""
+        """(offset, bytes) of an image that lies in the region, None for any other. Raises
+        `adapter_load_failed`.
+        """
         header, _, offset = self._decode()
         return None if offset is None else (offset, header.pages * header.page_bytes)
 

@@ -1,8 +1,10 @@
-"""The host tier's hands: brings verified images from the disk store into shared memory, in a process of its own.
+"""The host tier's hands: brings verified images from the disk store into shared memory, in a process of its
+own.
 
-`core.ports.Loader` for an engine. The child is niced, so that it takes what a step leaves of the processor; it reads an
-image from the disk store, compares every page with its checksum, and writes it to the host store, where backends map
-it. A child that dies fails what it was asked for, typed, and is replaced for the next fetch; the engine tries again.
+`core.ports.Loader` for an engine. The child is niced, so that it takes what a step leaves of the processor;
+it reads an image from the disk store, compares every page with its checksum, and writes it to the host store,
+where backends map it. A child that dies fails what it was asked for, typed, and is replaced for the next
+fetch; the engine tries again.
 
 The engine's thread only writes short frames and reads what has arrived.
 Specification: rulings "Loading", "Processes".
@@ -41,8 +43,9 @@ MOST_THREADS: Final = 8
 
 
 class LoaderStart(msgspec.Struct, frozen=True):
-    """What a loader is to do. disk, host: folders of the two stores. nice: added to its niceness. threads: that copy
-    and verify pages; with one, images come one after the other."""
+    """What a loader is to do. disk, host: folders of the two stores. nice: added to its niceness. threads:
+    that copy and verify pages; with one, images come one after the other.
+    """
 
     disk: str
     host: str
@@ -71,7 +74,9 @@ _answers: Final[msgspec.msgpack.Decoder[LoaderAnswer | Failed]] = msgspec.msgpac
 
 
 class InlineLoader:
-    """`core.ports.Loader` where the caller's thread prepares adapters itself: the disk store is mapped where it lies."""
+    """`core.ports.Loader` where the caller's thread prepares adapters itself: the disk store is mapped where
+    it lies.
+    """
 
     def __init__(self, disk: ImageStore) -> None:
         self._disk = disk
@@ -103,8 +108,9 @@ class LoaderProcess:
     """`core.ports.Loader` over a child process."""
 
     def __init__(self, disk: str | os.PathLike[str], host: str | os.PathLike[str], nice: int = 10) -> None:
-        """disk, host: folders of the two image stores. nice: 0 where the device is not the processor; one that yields
-        takes one thread."""
+        """disk, host: folders of the two image stores. nice: 0 where the device is not the processor; one
+        that yields takes one thread.
+        """
         threads = 1 if nice else min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._start = LoaderStart(os.fspath(disk), os.fspath(host), nice, threads)
         self._child: BlockingChild | None = None
@@ -128,7 +134,9 @@ class LoaderProcess:
         self._send_waiting()
 
     def drop(self, kernel_digest: str) -> None:
-        """Tell the child; where there is none the file goes at once, and the next child's books do not have it."""
+        """Tell the child; where there is none the file goes at once, and the next child's books do not have
+        it.
+        """
         self._kept.discard(kernel_digest)
         if self._child is None:
             self._host.delete(kernel_digest)
@@ -211,7 +219,8 @@ class LoaderProcess:
 def host_folder(beside: Path, wanted_bytes: int | None) -> Iterator[tuple[Path, int, str]]:
     """A private folder for host images, their bound in bytes, and a sentence on both.
 
-    In shared memory where there is room for the bound, else beside the disk store: mapped files of the page cache then.
+    In shared memory where there is room for the bound, else beside the disk store: mapped files of the page
+    cache then.
     """
     limit = wanted_bytes if wanted_bytes is not None else int(_memory_bytes() * HOST_SHARE)
     parent = SHARED_MEMORY / f"loraplex-{os.getuid()}"

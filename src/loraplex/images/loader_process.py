@@ -1,7 +1,8 @@
 """The loader's process, a child of `images.loader.LoaderProcess`.
 
-With one thread, one image after the other. With several, a few images are under way at once, so that the threads are
-busy with the pages of the next while one is opened or named; answers come in the order in which images are there.
+With one thread, one image after the other. With several, a few images are under way at once, so that the
+threads are busy with the pages of the next while one is opened or named; answers come in the order in which
+images are there.
 
 Imports nothing heavy, so that it is there in a moment. Specification: rulings "Loading".
 """

@@ -1,9 +1,11 @@
-"""One piece of shared memory for host images: found once, so that no load waits for memory, and page-locked by a device.
+"""One piece of shared memory for host images: found once, so that no load waits for memory, and page-locked
+by a device.
 
-A new page of shared memory costs the kernel several times the copy into it, and a device reads page-locked memory alone
-without the processor's help. So a part of the host tier is a region of fixed size: a file of zeros in the host folder, made
-before the loader starts. The loader places images in it and is the only one that writes; whoever holds a device maps it,
-locks it and reads images where they lie. What finds no room there is a file of its own (`image_file`).
+A new page of shared memory costs the kernel several times the copy into it, and a device reads page-locked
+memory alone without the processor's help. So a part of the host tier is a region of fixed size: a file of
+zeros in the host folder, made before the loader starts. The loader places images in it and is the only one
+that writes; whoever holds a device maps it, locks it and reads images where they lie. What finds no room
+there is a file of its own (`image_file`).
 
 Specification: 0x04A (pinned host staging); rulings "Loading".
 """
@@ -36,7 +38,9 @@ class Region:
 
     @staticmethod
     def create(folder: Path, nbytes: int) -> None:
-        """Make a region of `nbytes`, rounded down to whole pages of memory; raises OSError where it cannot be."""
+        """Make a region of `nbytes`, rounded down to whole pages of memory; raises OSError where it cannot
+        be.
+        """
         fd = os.open(folder / REGION_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, nbytes - nbytes % ALIGN_BYTES)
@@ -64,7 +68,8 @@ class Region:
 
 
 class Room:
-    """Free parts of a region: the first that is large enough is taken, what comes back is joined with its neighbours.
+    """Free parts of a region: the first that is large enough is taken, what comes back is joined with its
+    neighbours.
 
     taken: (offset, bytes) of parts that are in use already. Safe for several threads.
     """

@@ -1,10 +1,12 @@
-"""What may give pages up and in which order: safety, ranking and reuse, three functions that never replace each other.
+"""What may give pages up and in which order: safety, ranking and reuse, three functions that never replace
+each other.
 
-*Evictable* is a safety predicate. A *ranking* orders only what may go, in one currency over classes of pages: what it
-costs to bring a page back, by how long ago it was used. *Reusable* says when the bytes of a page may be overwritten.
-Policies plug in as rankings; a floor for each class keeps one class from taking everything.
+*Evictable* is a safety predicate. A *ranking* orders only what may go, in one currency over classes of pages:
+what it costs to bring a page back, by how long ago it was used. *Reusable* says when the bytes of a page may
+be overwritten. Policies plug in as rankings; a floor for each class keeps one class from taking everything.
 
-Knows no engine: who is asked, and who goes, is `engine.residency.victims`'. Never frees a page and never changes a state.
+Knows no engine: who is asked, and who goes, is `engine.residency.victims`'. Never frees a page and never
+changes a state.
 
 Specification: 0x04F (counts), 0x05D (three steps); rulings "Residency".
 """
@@ -28,7 +30,9 @@ class PageClass(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What may go as one. restore_ns: what bringing all of its pages back costs. last_use: launch that last used it."""
+    """What may go as one. restore_ns: what bringing all of its pages back costs. last_use: launch that last
+    used it.
+    """
 
     kind: PageClass
     key: str
@@ -40,14 +44,15 @@ class Candidate:
 C = TypeVar("C", bound=Candidate)
 
 Ranking = Callable[[Candidate, int], tuple[int | str, ...]]
-"""A candidate's place in the order in which they go, least first. The second argument is the newest launch."""
+"""A candidate's place in the order in which they go, least first. The second argument is the newest launch.
+"""
 
 
 def evictable(entry: AdapterEntry, committed_launch: int) -> bool:
     """The full safety predicate of 0x04F with 0x05D's verified host source. No ranking replaces it.
 
-    A removed adapter that only waiting requests still lease counts as idle: they hold its revision, not its pages, and
-    may need those pages themselves.
+    A removed adapter that only waiting requests still lease counts as idle: they hold its revision, not its
+    pages, and may need those pages themselves.
     """
     unused = entry.state in UNLEASED or (entry.state is AdapterState.RETIRING and not entry.evicting)
     return (
@@ -66,7 +71,9 @@ def recency_class(age: int) -> int:
 
 
 def by_restore_cost(candidate: Candidate, now: int) -> tuple[int | str, ...]:
-    """Longest unused class first; inside a class what is cheapest to bring back a page, then older, larger, by key."""
+    """Longest unused class first; inside a class what is cheapest to bring back a page, then older, larger,
+    by key.
+    """
     return (
         -recency_class(now - candidate.last_use),
         candidate.restore_ns // max(candidate.pages, 1),
@@ -92,7 +99,9 @@ def ranked(candidates: Iterable[C], ranking: Ranking, now: int) -> list[C]:
 
 @dataclass(frozen=True, slots=True)
 class Cover(Generic[C]):
-    """What `cover` took. left: pages of each class that are then left. enough: whether it is all that was needed."""
+    """What `cover` took. left: pages of each class that are then left. enough: whether it is all that was
+    needed.
+    """
 
     taken: list[C]
     left: Mapping[PageClass, int]
@@ -107,11 +116,12 @@ def cover(
     floors: Mapping[PageClass, int],
     count_needed: int = 0,
 ) -> Cover[C]:
-    """The fewest of ranked candidates, from the first on, that make up `pages_needed` and `count_needed`; else all of them.
+    """The fewest of ranked candidates, from the first on, that make up `pages_needed` and `count_needed`;
+    else all of them.
 
     candidates: in the order in which they go, of one class or several; read no further than they are needed.
-    held: pages of each class now. floors: pages below which a class gives nothing up; what would take it below is
-    passed over.
+    held: pages of each class now. floors: pages below which a class gives nothing up; what would take it
+    below is passed over.
     """
     taken: list[C] = []
     pages, left = 0, dict(held)
@@ -128,5 +138,7 @@ def cover(
 
 
 def reusable(fence: int, committed_launch: int, *, on_compute_stream: bool) -> bool:
-    """Whether a page with this fence may be overwritten: at once by work ordered after its launches, else after them."""
+    """Whether a page with this fence may be overwritten: at once by work ordered after its launches, else
+    after them.
+    """
     return on_compute_stream or fence <= committed_launch

@@ -1,8 +1,9 @@
 """The host tier's ledger: which adapter images lie verified in host memory, within a bound of bytes.
 
-Owns bytes and their bound; a loader moves them. An image is absent, on its way (its bytes are already counted) or
-ready. Images of adapters on the device, or on their way there, are held: they are what a victim is restored from. The
-disk store below this tier keeps every registered image, so giving one up loses nothing but time.
+Owns bytes and their bound; a loader moves them. An image is absent, on its way (its bytes are already
+counted) or ready. Images of adapters on the device, or on their way there, are held: they are what a victim
+is restored from. The disk store below this tier keeps every registered image, so giving one up loses nothing
+but time.
 
 Specification: 0x04A (hierarchy), 0x05D (verified host source); rulings "Residency", "Loading".
 """

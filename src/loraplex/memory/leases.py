@@ -1,8 +1,8 @@
 """The two leases of a request on its adapter, each released exactly once.
 
-A *revision lease* is taken at enqueue and kept to the request's end: it holds the catalog entry and host bytes, not
-device pages. A *slot lease* is taken at joint admission: it counts in the slot's refcount, is given up at preemption
-and taken again on the same revision, perhaps in another slot.
+A *revision lease* is taken at enqueue and kept to the request's end: it holds the catalog entry and host
+bytes, not device pages. A *slot lease* is taken at joint admission: it counts in the slot's refcount, is
+given up at preemption and taken again on the same revision, perhaps in another slot.
 
 Specification: 0x07H, 0x04F; rulings "Leases".
 """
@@ -51,7 +51,9 @@ class SlotLease:
 
     @staticmethod
     def take(revision: RevisionLease, launch: int) -> SlotLease:
-        """Bind a request to the published slot of the revision that it leased; a retiring slot still serves it."""
+        """Bind a request to the published slot of the revision that it leased; a retiring slot still serves
+        it.
+        """
         entry = revision.entry
         if not revision.open or not entry.resident:
             raise InternalFault(

@@ -1,10 +1,10 @@
 """The page pool's ledger: which page is free, reserved or owned, by whom, and which launch may still name it.
 
-Owns page states and the conservation law; never decides who gets pages and never touches their bytes. Every page is in
-exactly one state; free + reserved + adapter + KV + prefix = all pages but the null page, in pages and in bytes. A freed page
-carries the number of the last launch that may name it: work ordered on the compute stream may reuse it at once, a
-copy on any other stream only after that launch has completed. Small adapters share slab pages: such a page is owned by its
-slab, and who has which block of it is in `slabs`.
+Owns page states and the conservation law; never decides who gets pages and never touches their bytes. Every
+page is in exactly one state; free + reserved + adapter + KV + prefix = all pages but the null page, in pages
+and in bytes. A freed page carries the number of the last launch that may name it: work ordered on the compute
+stream may reuse it at once, a copy on any other stream only after that launch has completed. Small adapters
+share slab pages: such a page is owned by its slab, and who has which block of it is in `slabs`.
 
 Specification: 0x05A (one pool, two ownership rules), 0x04F (fences); rulings "One page pool".
 """
@@ -112,12 +112,16 @@ class PagePool:
         return int(self._fence[pages].max()) if pages.size else 0
 
     def name(self, pages: I32, launch: int) -> None:
-        """A launch that writes to `pages` beside their owner's rows, as scrubs do: no copy before it has completed."""
+        """A launch that writes to `pages` beside their owner's rows, as scrubs do: no copy before it has
+        completed.
+        """
         self._fence[pages] = np.maximum(self._fence[pages], launch)
         self.slabs.name_pages(pages, launch)
 
     def require_fence(self, pages: I32, committed_launch: int) -> None:
-        """Raise `page_fence` unless every launch that may name `pages` has completed: before a copy beside compute."""
+        """Raise `page_fence` unless every launch that may name `pages` has completed: before a copy beside
+        compute.
+        """
         fence = self.fence_of(pages)
         if fence > committed_launch:
             raise InternalFault(
@@ -134,7 +138,8 @@ class PagePool:
         return out
 
     def own(self, pages: I32, txn: int, kind: PageState, owner: int | Ints, generation: int | Ints) -> None:
-        """Turn pages reserved by `txn` into pages of object `owner` at `generation`. kind: KV, ADAPTER or SLAB.
+        """Turn pages reserved by `txn` into pages of object `owner` at `generation`. kind: KV, ADAPTER or
+        SLAB.
 
         owner, generation: of all pages, or one for each.
         """
@@ -156,7 +161,9 @@ class PagePool:
         generation: int | Ints,
         last_launch: int | Ints,
     ) -> None:
-        """Free pages of `owner`@`generation`, of all of them or one for each. last_launch: the newest launch that may name them, or each."""
+        """Free pages of `owner`@`generation`, of all of them or one for each. last_launch: the newest launch
+        that may name them, or each.
+        """
         self._expect(pages, kind, owner, generation)
         self._to_free(pages, last_launch)
 

@@ -1,13 +1,14 @@
-"""The prefix index: which full blocks of KV rows are cached, under which key, in which page, and who reads them.
+"""The prefix index: which full blocks of KV rows are cached, under which key, in which page, and who reads
+them.
 
-A block is found by its key alone, and its key says everything that its rows depend on (`identity.cache`): namespace,
-cache ABI, every token and every execution up to its end. So the index compares no tokens and knows no tenant; whoever
-has no key of a namespace finds nothing of it. A block is cached only below its cached parent, and a reader references a
-whole chain from its beginning. So a parent is referenced wherever a child is, and every unreferenced block can be given
-up, leaves first.
+A block is found by its key alone, and its key says everything that its rows depend on (`identity.cache`):
+namespace, cache ABI, every token and every execution up to its end. So the index compares no tokens and knows
+no tenant; whoever has no key of a namespace finds nothing of it. A block is cached only below its cached
+parent, and a reader references a whole chain from its beginning. So a parent is referenced wherever a child
+is, and every unreferenced block can be given up, leaves first.
 
-Owns keys, references and the order in which blocks go. Never owns a page's state, never moves a byte, and never
-decides how many pages the cache may have: the pool and the engine do.
+Owns keys, references and the order in which blocks go. Never owns a page's state, never moves a byte, and
+never decides how many pages the cache may have: the pool and the engine do.
 
 Specification: 0x08H, 0x08I (look-up, receipt, publication); rulings "KV compatibility".
 """
@@ -29,8 +30,8 @@ _STALE_FACTOR = 4
 class CachedBlock:
     """One cached block. number: names it for ever; the page's owner. depth: blocks before it in its chain.
 
-    readers: requests that reference it. children: cached blocks right after it. dropped: no longer found; it goes
-    with its last reader.
+    readers: requests that reference it. children: cached blocks right after it. dropped: no longer found; it
+    goes with its last reader.
     """
 
     number: int
@@ -55,7 +56,8 @@ def _leaf(block: CachedBlock) -> _Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Proof of a hit: the blocks that a request acquired, in order, and the pages that hold them. It never changes.
+    """Proof of a hit: the blocks that a request acquired, in order, and the pages that hold them. It never
+    changes.
 
     covered: positions [0, covered) whose KV rows the blocks hold.
     """
@@ -91,13 +93,14 @@ class PrefixIndex:
     def matched(self, keys: Sequence[bytes]) -> int:
         """How many of a request's block keys are cached, from the first on without a gap. O(log keys).
 
-        A block is cached only below its cached parent, so the cached ones of a chain are its beginning. Whether the keys are a
-        chain, `acquire` finds out.
+        A block is cached only below its cached parent, so the cached ones of a chain are its beginning.
+        Whether the keys are a chain, `acquire` finds out.
         """
         return bisect_left(keys, True, key=lambda key: key not in self._blocks)
 
     def unread(self, keys: Sequence[bytes]) -> int:
-        """How many of these cached blocks of one chain nobody references: what acquiring them takes from what can be given up.
+        """How many of these cached blocks of one chain nobody references: what acquiring them takes from what
+        can be given up.
 
         A parent is referenced wherever a child is, so the unreferenced ones are the chain's end.
         """
@@ -105,7 +108,9 @@ class PrefixIndex:
         return len(keys) - bisect_left(keys, True, key=lambda key: key in blocks and not blocks[key].readers)
 
     def acquire(self, keys: Sequence[bytes], launch: int) -> Receipt:
-        """Reference the cached blocks of `keys`, a chain from its first block on; the next step cannot evict them."""
+        """Reference the cached blocks of `keys`, a chain from its first block on; the next step cannot evict
+        them.
+        """
         blocks: list[CachedBlock] = []
         parent: CachedBlock | None = None
         for key in keys:
@@ -125,11 +130,13 @@ class PrefixIndex:
     def publish(
         self, parent: CachedBlock | None, key: bytes, page: int, execution: bytes, launch: int
     ) -> CachedBlock | None:
-        """Cache a block whose rows a commit completed; the request that computed it references what is cached.
+        """Cache a block whose rows a commit completed; the request that computed it references what is
+        cached.
 
-        parent: the cached block before it, referenced by the same request; None for the first of a chain. launch: the
-        plan that completed it. The answer is the cached block: a new one in `page`, or the one that another request
-        cached before, in a page of its own. None, with nothing changed, where the parent was dropped.
+        parent: the cached block before it, referenced by the same request; None for the first of a chain.
+        launch: the plan that completed it. The answer is the cached block: a new one in `page`, or the one
+        that another request cached before, in a page of its own. None, with nothing changed, where the parent
+        was dropped.
         """
         if parent is not None and parent.dropped:
             return None
@@ -160,7 +167,9 @@ class PrefixIndex:
         block.last_launch = max(block.last_launch, launch)
 
     def release(self, blocks: Iterable[CachedBlock], launch: int) -> list[CachedBlock]:
-        """Give references back, each once. Returns dropped blocks that nobody reads any more: their pages go now."""
+        """Give references back, each once. Returns dropped blocks that nobody reads any more: their pages go
+        now.
+        """
         gone = []
         for block in sorted(blocks, key=lambda block: -block.depth):
             if block.readers < 1:
@@ -180,7 +189,9 @@ class PrefixIndex:
         return gone
 
     def oldest(self) -> CachedBlock | None:
-        """The unreferenced leaf that goes next: longest unused, of those the deepest; None where all are read."""
+        """The unreferenced leaf that goes next: longest unused, of those the deepest; None where all are
+        read.
+        """
         while self._leaves:
             last_launch, _, number, block = self._leaves[0]
             if block.number == number and self._is_leaf(block) and block.last_launch == last_launch:
@@ -189,7 +200,9 @@ class PrefixIndex:
         return None
 
     def next_to_go(self, count: int) -> list[CachedBlock]:
-        """The `count` blocks that `give_up` would forget, in their order; nothing changes. O(count log blocks)."""
+        """The `count` blocks that `give_up` would forget, in their order; nothing changes. O(count log
+        blocks).
+        """
         out: list[CachedBlock] = []
         left: dict[int, int] = {}
         taken: dict[int, _Leaf] = {}
@@ -234,7 +247,8 @@ class PrefixIndex:
     def drop(self, execution: bytes) -> list[CachedBlock]:
         """Nothing made under `execution` is found again (revoked, or its last revision left).
 
-        Returns the blocks that nobody reads: their pages go now; those that are read go with their last reader.
+        Returns the blocks that nobody reads: their pages go now; those that are read go with their last
+        reader.
         """
         held = sorted(self._by_execution.get(execution, {}).values(), key=lambda block: -block.depth)
         gone = []

@@ -1,10 +1,12 @@
 """Where each adapter is: one transition table, one directory of adapter slots.
 
-Owns residency states, slot generations and the counts that make an adapter evictable; never moves bytes, never chooses
-victims (`eviction`) and never chooses when to load. No row binds before the whole adapter is published, and a slot's generation grows at each new
-occupation, so that a stale handle can never become valid again (ABA).
+Owns residency states, slot generations and the counts that make an adapter evictable; never moves bytes,
+never chooses victims (`eviction`) and never chooses when to load. No row binds before the whole adapter is
+published, and a slot's generation grows at each new occupation, so that a stale handle can never become valid
+again (ABA).
 
-Specification: 0x04C (state machine), 0x04F (counts), 0x07F to 0x07H (handles and leases), 0x09A (its projection).
+Specification: 0x04C (state machine), 0x04F (counts), 0x07F to 0x07H (handles and leases), 0x09A (its
+projection).
 """
 
 from __future__ import annotations
@@ -49,13 +51,15 @@ TRANSITIONS: Final[dict[AdapterState, frozenset[AdapterState]]] = {
 }
 """Every legal change of state.
 
-HOST_READY after RETIRING is an eviction: the host source stays. HOST_READY after RESERVED, LOADING or VALIDATED is a load
-that was rolled back. ABSENT after HOST_READY is a host image that was given up. RETIRING after ACTIVE is a removal or a
-swap under requests that go on.
+HOST_READY after RETIRING is an eviction: the host source stays. HOST_READY after RESERVED, LOADING or
+VALIDATED is a load that was rolled back. ABSENT after HOST_READY is a host image that was given up. RETIRING
+after ACTIVE is a removal or a swap under requests that go on.
 """
 
 BINDABLE: Final = (_S.ACTIVE, _S.IDLE, _S.PUBLISHED)
-"""In the order in which a launch meets them: each adapter of each step is looked up here, and a hash of a state costs more."""
+"""In the order in which a launch meets them: each adapter of each step is looked up here, and a hash of a
+state costs more.
+"""
 LOADING: Final = frozenset({_S.RESERVED, _S.LOADING, _S.VALIDATED})
 UNLEASED: Final = frozenset({_S.PUBLISHED, _S.IDLE})
 
@@ -74,16 +78,17 @@ class Residency(StrEnum):
 class AdapterEntry:
     """One adapter revision. key: semantic digest; kernel_digest: names its host image.
 
-    page_count: pages that it fills. size_class: 0 where they are its own; else it takes one block of a slab page of this
-    class, and page_count is 1, what it needs where no slab has a block for it. pages, block: what it owns now.
-    slot, generation: its entry in the row-table directory while it has pages, else 0. refcount: slot leases;
-    pin_count: explicit pins; inflight_events: copies that may still write its pages; last_launch: newest launch that names
-    it; last_use: launch at which a slot lease was last taken or given back. revision_leases: live requests bound to the
-    revision, running or not. removing: no new requests; it goes when its last lease does. revoked: found bad after it
-    was published. evicting: the transaction that took its pages and may have to give them back, else 0. load_failures: loads
-    and fetches in a row that failed; retry_at_ns: none is tried before. prefetched: loaded on speculation, not used yet.
-    execution: digest of what acts where it is on, as far as KV rows can tell; empty where nothing is cached. invocation: token
-    ids that switch an activated adapter on, none for one that is always on.
+    page_count: pages that it fills. size_class: 0 where they are its own; else it takes one block of a slab
+    page of this class, and page_count is 1, what it needs where no slab has a block for it. pages, block:
+    what it owns now. slot, generation: its entry in the row-table directory while it has pages, else 0.
+    refcount: slot leases; pin_count: explicit pins; inflight_events: copies that may still write its pages;
+    last_launch: newest launch that names it; last_use: launch at which a slot lease was last taken or given
+    back. revision_leases: live requests bound to the revision, running or not. removing: no new requests; it
+    goes when its last lease does. revoked: found bad after it was published. evicting: the transaction that
+    took its pages and may have to give them back, else 0. load_failures: loads and fetches in a row that
+    failed; retry_at_ns: none is tried before. prefetched: loaded on speculation, not used yet. execution:
+    digest of what acts where it is on, as far as KV rows can tell; empty where nothing is cached. invocation:
+    token ids that switch an activated adapter on, none for one that is always on.
     """
 
     key: str

@@ -1,13 +1,14 @@
 """Slab pages: pages cut into equal blocks, so that small adapters share them.
 
-Owns the state of each block, with its owner, the owner's generation and the last launch that may name it; the page as a
-whole is the slab's, owned in the pool under a serial number that is never used twice, so that a handle to a block of a
-slab that is gone can never become valid again (ABA). A page becomes a slab when a block is needed and none is free, and
-goes back to the pool when its last block is free. Never decides who gets a block and never touches its bytes.
+Owns the state of each block, with its owner, the owner's generation and the last launch that may name it; the
+page as a whole is the slab's, owned in the pool under a serial number that is never used twice, so that a
+handle to a block of a slab that is gone can never become valid again (ABA). A page becomes a slab when a
+block is needed and none is free, and goes back to the pool when its last block is free. Never decides who
+gets a block and never touches its bytes.
 
-A block is free, reserved by a transaction, or owned by (adapter slot, generation): the pool's rule, one level down. All
-blocks of a slab have one size class. A slab in a page that a rollback may owe to somebody is *held back*: nobody else
-gets a block of it before the transaction has ended.
+A block is free, reserved by a transaction, or owned by (adapter slot, generation): the pool's rule, one level
+down. All blocks of a slab have one size class. A slab in a page that a rollback may owe to somebody is *held
+back*: nobody else gets a block of it before the transaction has ended.
 
 Specification: 0x05A (one owner for each byte), 0x04F (fences); architecture "The page pool".
 """
@@ -51,7 +52,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class SlabCounts:
-    """The ledger inside slab pages. The four numbers of bytes add up to `pages` pages; tail: what no block covers."""
+    """The ledger inside slab pages. The four numbers of bytes add up to `pages` pages; tail: what no block
+    covers.
+    """
 
     pages: int
     free_blocks: int
@@ -114,7 +117,9 @@ class Slabs:
         return iter(self._slabs)
 
     def owners(self, page: int) -> list[tuple[int, int]] | None:
-        """(adapter slot, generation) of each owned block of a slab; None where a transaction has reserved one."""
+        """(adapter slot, generation) of each owned block of a slab; None where a transaction has reserved
+        one.
+        """
         slab = self._slabs[page]
         if (slab.state == BlockState.RESERVED).any():
             return None
@@ -144,7 +149,9 @@ class Slabs:
         return self._take(slab, 0, txn)
 
     def reserve(self, size_class: int, txn: int) -> Block:
-        """A free block for `txn`: of the fullest slab, so that emptier ones can go; in it the one longest unnamed."""
+        """A free block for `txn`: of the fullest slab, so that emptier ones can go; in it the one longest
+        unnamed.
+        """
         page = self.next_page(size_class)
         if not page:
             raise InternalFault(ErrorCode.PAGE_STATE, f"no block of size class {size_class} is free")
@@ -259,9 +266,14 @@ class Slabs:
             tail += page_bytes - (width << slab.size_class)
         return SlabCounts(
             pages=len(self._slabs),
-            free_blocks=blocks[0], reserved_blocks=blocks[1], owned_blocks=blocks[2],
-            free_bytes=size[0], reserved_bytes=size[1], owned_bytes=size[2], tail_bytes=tail,
-        )  # fmt: skip
+            free_blocks=blocks[0],
+            reserved_blocks=blocks[1],
+            owned_blocks=blocks[2],
+            free_bytes=size[0],
+            reserved_bytes=size[1],
+            owned_bytes=size[2],
+            tail_bytes=tail,
+        )
 
     def check(self) -> None:
         """Raise `page_conservation` unless blocks, slabs and the pool's pages agree."""

@@ -1,4 +1,5 @@
-"""Physical states of a page, and what the pool and its slabs need of each other: neither module imports the other for it.
+"""Physical states of a page, and what the pool and its slabs need of each other: neither module imports the
+other for it.
 
 Specification: 0x05A.
 """
@@ -18,7 +19,9 @@ Ints = npt.NDArray[np.integer]
 
 
 class PageState(IntEnum):
-    """Physical state of a page. SLAB: cut into blocks that small adapters own. PREFIX: a cached block of KV rows."""
+    """Physical state of a page. SLAB: cut into blocks that small adapters own. PREFIX: a cached block of KV
+    rows.
+    """
 
     FREE = 0
     RESERVED = 1
@@ -31,7 +34,9 @@ class PageState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """The pool's conservation ledger, in pages; `total` leaves the null page out. slab: those of `adapter` that are slabs. kv: rows of one running request; prefix: cached blocks, read or not."""
+    """The pool's conservation ledger, in pages; `total` leaves the null page out. slab: those of `adapter`
+    that are slabs. kv: rows of one running request; prefix: cached blocks, read or not.
+    """
 
     total: int
     free: int

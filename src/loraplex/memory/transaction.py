@@ -1,16 +1,17 @@
 """Joint reservation of adapter pages and KV pages: all of them or none, committed or rolled back once.
 
-Owns the admission inequality and the bookkeeping of one transaction; never copies bytes and never ranks requests.
-Victims are chosen by the three separate steps of `eviction` and retired by the caller first; their pages go from the
-victim to the transaction without ever being free, so that nobody else can take them and a rollback can give each
-victim its own pages back.
+Owns the admission inequality and the bookkeeping of one transaction; never copies bytes and never ranks
+requests. Victims are chosen by the three separate steps of `eviction` and retired by the caller first; their
+pages go from the victim to the transaction without ever being free, so that nobody else can take them and a
+rollback can give each victim its own pages back.
 
-A small adapter takes a block of a slab page; only where none is free does it take a page, and cuts it. Blocks and slab
-pages that victims gave up stay with the transaction to its end, so that each victim finds a place again after a rollback,
-though not the same one: a block is as good as another, and its neighbours are nobody's business.
+A small adapter takes a block of a slab page; only where none is free does it take a page, and cuts it. Blocks
+and slab pages that victims gave up stay with the transaction to its end, so that each victim finds a place
+again after a rollback, though not the same one: a block is as good as another, and its neighbours are
+nobody's business.
 
-Rollback is compensating work (0x05F): a victim whose pages were overwritten comes back from its host image, under a
-fresh generation. Where free pages allow it the copy goes into them, and no victim is overwritten.
+Rollback is compensating work (0x05F): a victim whose pages were overwritten comes back from its host image,
+under a fresh generation. Where free pages allow it the copy goes into them, and no victim is overwritten.
 
 Specification: 0x04E, 0x05B, 0x05C, 0x05D, 0x05F, 0x09J.
 """
@@ -35,8 +36,8 @@ from loraplex.memory.slabs import Block
 class Demand:
     """Pages that one admission needs (0x05C). adapter: 0 when the exact generation is resident.
 
-    size_class: above 0 for an adapter that takes a block; adapter is 1 where a page must be cut for it, 0 where a free
-    block, or a victim's, will do.
+    size_class: above 0 for an adapter that takes a block; adapter is 1 where a page must be cut for it, 0
+    where a free block, or a victim's, will do.
     """
 
     adapter: int
@@ -67,7 +68,9 @@ def block_pages(pool: PagePool, size_class: int) -> int:
 
 
 def dissolving(pool: PagePool, victims: Sequence[AdapterEntry], donor: Block | None = None) -> list[int]:
-    """Slab pages that are nobody's once these victims are gone, in their order. donor: a block that stays in use."""
+    """Slab pages that are nobody's once these victims are gone, in their order. donor: a block that stays in
+    use.
+    """
     used = Counter(victim.block.page for victim in victims if victim.block is not None)
     kept = donor.page if donor is not None else 0
     return [page for page, blocks in used.items() if page != kept and pool.slabs.dissolvable(page, blocks)]
@@ -101,9 +104,9 @@ class Restoration:
 class Transaction:
     """Reserved pages of one admission. Adapter and KV parts commit together or separately, each once.
 
-    victims: adapters whose pages it took, with those pages. spare: pages of victims that neither part needs now.
-    block: what a small adapter is copied into. spare_blocks: blocks of victims with neighbours that stay. owed_slabs: pages
-    that victims' blocks made up.
+    victims: adapters whose pages it took, with those pages. spare: pages of victims that neither part needs
+    now. block: what a small adapter is copied into. spare_blocks: blocks of victims with neighbours that
+    stay. owed_slabs: pages that victims' blocks made up.
     """
 
     txn: int
@@ -127,10 +130,11 @@ class Transaction:
         last_launch: int = 0,
         overwrite: bool = False,
     ) -> Transaction | None:
-        """Reserve all pages of `demand`, or None with nothing changed when free and victims' pages do not cover it.
+        """Reserve all pages of `demand`, or None with nothing changed when free and victims' pages do not
+        cover it.
 
-        victims: adapters that are retiring. last_launch: newest launch that may name their pages. overwrite: put the
-        copy into victims' pages even where free ones would do.
+        victims: adapters that are retiring. last_launch: newest launch that may name their pages. overwrite:
+        put the copy into victims' pages even where free ones would do.
         """
         for victim in victims:
             if victim.state is not AdapterState.RETIRING or victim.evicting:

@@ -23,7 +23,8 @@ BUILDING_PREFIX = ".building-"
 
 
 def cache_root(environ: Mapping[str, str] | None = None) -> Path:
-    """Folder of everything loraplex caches: LORAPLEX_CACHE, else XDG_CACHE_HOME/loraplex, else ~/.cache/loraplex.
+    """Folder of everything loraplex caches: LORAPLEX_CACHE, else XDG_CACHE_HOME/loraplex, else
+    ~/.cache/loraplex.
 
     An empty variable counts as unset; so does a relative XDG_CACHE_HOME, as the XDG rules ask.
     """
@@ -62,7 +63,9 @@ def publish(target: Path, build: Callable[[Path], None]) -> Path:
 
 
 def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Raise CallerError MODEL_CACHE_DAMAGED unless `folder` holds each named file with the size it was published with."""
+    """Raise CallerError MODEL_CACHE_DAMAGED unless `folder` holds each named file with the size it was
+    published with.
+    """
     for name, size in sizes.items():
         path = folder / name
         seen = path.stat().st_size if path.is_file() else None

@@ -1,8 +1,10 @@
-"""Copies of adapter images into the page pool, beside the steps: started by a plan, reported by a later result.
+"""Copies of adapter images into the page pool, beside the steps: started by a plan, reported by a later
+result.
 
-On a CPU a copy advances by bounded pieces, one at the end of each step's start, so that no step waits for a whole
-adapter; a step without rows goes on until a copy has ended. On CUDA pages move on a stream of their own
-(`stream_copies`) and nothing waits at all. Either way each page is summed where it lies, and the sums are compared with those of the verified image.
+On a CPU a copy advances by bounded pieces, one at the end of each step's start, so that no step waits for a
+whole adapter; a step without rows goes on until a copy has ended. On CUDA pages move on a stream of their own
+(`stream_copies`) and nothing waits at all. Either way each page is summed where it lies, and the sums are
+compared with those of the verified image.
 
 Never decides what is copied and never publishes.
 
@@ -34,7 +36,8 @@ IDLE_PIECE_BYTES: Final = 64 << 20
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """One copy under way. size_class, block: where in its one page it goes, above class 0. done: pages moved. sums: int64 checksums of the moved pages, on the host in the end.
+    """One copy under way. size_class, block: where in its one page it goes, above class 0. done: pages moved.
+    sums: int64 checksums of the moved pages, on the host in the end.
 
     queued, ready: on a stream, everything was given to the device, and the event of its end.
     """

@@ -1,8 +1,9 @@
-"""The decoder's layers through the compiled CPU kernels: one call for a decode step, two for each layer with prefill.
+"""The decoder's layers through the compiled CPU kernels: one call for a decode step, two for each layer with
+prefill.
 
-Owns the records that the library reads (`ops/cpu/step_cpu.cpp`) and the step's scratch tensors. Serves where every
-projection lies in panels; elsewhere `Decoder`'s torch code runs, which defines the function. Attention of prefill rows
-stays with the attention batch.
+Owns the records that the library reads (`ops/cpu/step_cpu.cpp`) and the step's scratch tensors. Serves where
+every projection lies in panels; elsewhere `Decoder`'s torch code runs, which defines the function. Attention
+of prefill rows stays with the attention batch.
 
 Specification: 0x02, 0x03D; rulings "Operators", "Equality".
 """
@@ -33,9 +34,14 @@ class CpuLayers:
     """All layers of one decoder over one page pool. Made by `find`."""
 
     def __init__(
-        self, spec: DecoderSpec, weights: DecoderWeights, rope: tuple[torch.Tensor, torch.Tensor],
-        pool: torch.Tensor, kv: KvShape, function: object,
-    ) -> None:  # fmt: skip
+        self,
+        spec: DecoderSpec,
+        weights: DecoderWeights,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        pool: torch.Tensor,
+        kv: KvShape,
+        function: object,
+    ) -> None:
         self._spec, self._function = spec, function
         self._keep = (weights, rope, pool)
         self._pool_at = pool.data_ptr()
@@ -48,18 +54,33 @@ class CpuLayers:
         eps = int(np.float64(spec.rms_eps).view(np.int64))
         self._model = np.array(
             [
-                spec.hidden_size, spec.intermediate_size, spec.heads, spec.kv_heads, spec.head_dim, layers.ctypes.data,
-                rope[0].data_ptr(), rope[1].data_ptr(), pool.data_ptr(), kv.page_bytes, kv.page_tokens, eps,
+                spec.hidden_size,
+                spec.intermediate_size,
+                spec.heads,
+                spec.kv_heads,
+                spec.head_dim,
+                layers.ctypes.data,
+                rope[0].data_ptr(),
+                rope[1].data_ptr(),
+                pool.data_ptr(),
+                kv.page_bytes,
+                kv.page_tokens,
+                eps,
             ],
             dtype=np.int64,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def find(
-        spec: DecoderSpec, weights: DecoderWeights, rope: tuple[torch.Tensor, torch.Tensor],
-        pool: torch.Tensor, kv: KvShape,
-    ) -> CpuLayers | None:  # fmt: skip
-        """The compiled layers, where they serve this model on this machine. rope: cos and sin [positions, head_dim]."""
+        spec: DecoderSpec,
+        weights: DecoderWeights,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        pool: torch.Tensor,
+        kv: KvShape,
+    ) -> CpuLayers | None:
+        """The compiled layers, where they serve this model on this machine. rope: cos and sin [positions,
+        head_dim].
+        """
         library = panel_kernel(weights.dtype, weights.device)
         every = [projection for layer in weights.layers for projection in layer.projections]
         if library is None or any(p.panels is None for p in every) or spec.head_dim % 2:
@@ -71,7 +92,9 @@ class CpuLayers:
         return attention.pool_at == self._pool_at and isinstance(adapters, NoAdapters | CpuKernelOps)
 
     def _scratch(self, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Matrices [rows, width] that hold until the next step: fresh memory would be paged in anew every time."""
+        """Matrices [rows, width] that hold until the next step: fresh memory would be paged in anew every
+        time.
+        """
         sizes = [-(-rows * width * dtype.itemsize // 64) * 64 for width in widths]
         if self._room.numel() < sum(sizes):
             self._room = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -88,9 +111,13 @@ class CpuLayers:
         spec, histories = self._spec, attention.histories
         rows, dtype = hidden.shape[0], hidden.dtype
         widths = (
-            spec.hidden_size, spec.q_size + 2 * spec.kv_size, spec.q_size, 2 * spec.intermediate_size,
-            spec.intermediate_size, spec.hidden_size,
-        )  # fmt: skip
+            spec.hidden_size,
+            spec.q_size + 2 * spec.kv_size,
+            spec.q_size,
+            2 * spec.intermediate_size,
+            spec.intermediate_size,
+            spec.hidden_size,
+        )
         scratch = self._scratch(rows, widths, dtype)
         pages = np.ascontiguousarray(histories.pages, dtype=np.int32)
         requests = np.repeat(np.arange(histories.rows.size, dtype=np.int32), histories.rows)
@@ -99,12 +126,21 @@ class CpuLayers:
         scaled = torch.empty((rows, most), dtype=dtype)
         batch = np.array(
             [
-                rows, int(histories.indptr[histories.prefills]), positions.data_ptr(), pages.ctypes.data,
-                pages.shape[1], requests.ctypes.data, hidden.data_ptr(), *(t.data_ptr() for t in scratch),
-                records.step, records.calls, records.z, scaled.data_ptr() if adapters.scales_input else 0,
+                rows,
+                int(histories.indptr[histories.prefills]),
+                positions.data_ptr(),
+                pages.ctypes.data,
+                pages.shape[1],
+                requests.ctypes.data,
+                hidden.data_ptr(),
+                *(t.data_ptr() for t in scratch),
+                records.step,
+                records.calls,
+                records.z,
+                scaled.data_ptr() if adapters.scales_input else 0,
             ],
             dtype=np.int64,
-        )  # fmt: skip
+        )
         model_at, batch_at, last = self._model.ctypes.data, batch.ctypes.data, spec.layers
         call = self._function
         assert callable(call)

@@ -1,9 +1,11 @@
 """The decoder: one forward pass over packed rows of many requests, in any mixture of phases and adapters.
 
-One dense projection serves all rows; the adapter branch adds to it through `AdapterOps`; attention appends to the
-page pool and reads it through an `AttentionBatch`. Owns no state between steps and knows nothing of requests.
+One dense projection serves all rows; the adapter branch adds to it through `AdapterOps`; attention appends to
+the page pool and reads it through an `AttentionBatch`. Owns no state between steps and knows nothing of
+requests.
 
-Specification: 0x02 (one base projection, many adapter projections), 0x03D (one dense projection, two attention paths).
+Specification: 0x02 (one base projection, many adapter projections), 0x03D (one dense projection, two
+attention paths).
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Decoder:
         self._rope = RopeTable(spec.rope, spec.head_dim, positions, weights.dtype, weights.device)
 
     def compiled_over(self, pool: torch.Tensor, kv: KvShape) -> CpuLayers | None:
-        """The layers as compiled CPU kernels over a page pool, where they serve this model: an argument of `forward`."""
+        """The layers as compiled CPU kernels over a page pool, where they serve this model: an argument of
+        `forward`.
+        """
         rope = (self._rope.cos, self._rope.sin)
         return CpuLayers.find(self.spec, self.weights, rope, pool, kv)
 
@@ -60,9 +64,9 @@ class Decoder:
     ) -> torch.Tensor:
         """Logits of the rows asked for.
 
-        tokens, positions: integers [T]; logit_rows: [L], rows whose logits are wanted, None for all. compiled: layers
-        to use in place of torch where they serve the step. Returns [L, vocab] of the weights' type, in `out` where it
-        is given.
+        tokens, positions: integers [T]; logit_rows: [L], rows whose logits are wanted, None for all.
+        compiled: layers to use in place of torch where they serve the step. Returns [L, vocab] of the
+        weights' type, in `out` where it is given.
         """
         if (
             compiled is not None
@@ -78,7 +82,9 @@ class Decoder:
     def _layers(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, adapters: AdapterOps
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All layers in torch, the definition: the last one's output and the residual stream before it is added."""
+        """All layers in torch, the definition: the last one's output and the residual stream before it is
+        added.
+        """
         spec = self.spec
         residual = self.embed(tokens, adapters)
         rotation = None if attention.rotates else self._rope.gather(positions)
@@ -113,7 +119,8 @@ class Decoder:
     ) -> torch.Tensor:
         """q, k and v of a layer before rotation, [T, heads + 2 * kv_heads, head_dim].
 
-        x: the layer before's output, added to the residual stream here; anything for the first layer. out: [T, qkv].
+        x: the layer before's output, added to the residual stream here; anything for the first layer. out:
+        [T, qkv].
         """
         spec, layer = self.spec, self.weights.layers[index]
         if index == 0:
@@ -141,7 +148,9 @@ class Decoder:
         adapters: AdapterOps,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The layer's output, [T, hidden], not yet added to the residual stream. attended: [T, heads * head_dim]."""
+        """The layer's output, [T, hidden], not yet added to the residual stream. attended: [T, heads *
+        head_dim].
+        """
         spec, layer = self.spec, self.weights.layers[index]
         x = _project(attended, layer.o, index, (Module.O,), (spec.hidden_size,), adapters)
         x = self.fused.add_norm(x, residual, layer.post_norm, spec.rms_eps)
@@ -186,11 +195,12 @@ def _project(
     out: torch.Tensor | None = None,
     rows: RowSet = RowSet.ALL,
 ) -> torch.Tensor:
-    """y = g * ((x * h) W^T + b + s (x A^T) B^T) + c for modules that share an input; one GEMM unless an h splits them.
+    """y = g * ((x * h) W^T + b + s (x A^T) B^T) + c for modules that share an input; one GEMM unless an h
+    splits them.
 
-    The projection's own bias b lies inside the parentheses for every row; an adapter's c is relative to that. A module
-    with its own h costs one more GEMM over all rows, so that a row without h keeps its bits whatever is beside it.
-    out: where y goes.
+    The projection's own bias b lies inside the parentheses for every row; an adapter's c is relative to that.
+    A module with its own h costs one more GEMM over all rows, so that a row without h keeps its bits whatever
+    is beside it. out: where y goes.
     """
     if not adapters.active:
         return projection(x, out)

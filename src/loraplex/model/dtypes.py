@@ -27,7 +27,8 @@ def _cpu_bfloat16() -> str:
 def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     """The type that `--dtype name` means on `device`, and a sentence that says so.
 
-    "auto" is bfloat16 only where the processor multiplies it in hardware, else float32. Raises `config_invalid`.
+    "auto" is bfloat16 only where the processor multiplies it in hardware, else float32. Raises
+    `config_invalid`.
     """
     if name != "auto" and name not in TORCH_DTYPES:
         raise CallerError(

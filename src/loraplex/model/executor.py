@@ -1,7 +1,9 @@
-"""How a checked plan runs: the interface between the runner and a device, and its plain form in torch operators.
+"""How a checked plan runs: the interface between the runner and a device, and its plain form in torch
+operators.
 
-An executor owns the tokens that later plans refer to and the sampler's state. It never checks a plan against state
-(the runner has) and never touches adapter slots. Specification: 0x03D, 0x03E; rulings "The plan", "Sampling".
+An executor owns the tokens that later plans refer to and the sampler's state. It never checks a plan against
+state (the runner has) and never touches adapter slots. Specification: 0x03D, 0x03E; rulings "The plan",
+"Sampling".
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Executor(Protocol):
         ...
 
     def undone(self, slots: I32) -> None:
-        """A step failed after its deltas may have reached the device: page tables of `slots` count as unknown."""
+        """A step failed after its deltas may have reached the device: page tables of `slots` count as
+        unknown.
+        """
         ...
 
 
@@ -96,7 +100,8 @@ class SampleLog:
 
 
 class TorchExecutor:
-    """Every step in torch operators, launched one by one: the CPU's way, and any device's without fused kernels.
+    """Every step in torch operators, launched one by one: the CPU's way, and any device's without fused
+    kernels.
 
     compiled: layers that run in place of torch where they serve a step.
     """

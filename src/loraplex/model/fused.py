@@ -1,7 +1,7 @@
 """Small operators between the GEMMs of a layer: norms with residual, and the gated activation.
 
-Owns the interface and its plain torch form, which is what every other form must agree with. Sums run in float32,
-results are rounded once. Specification: rulings "Dependencies" (fused operators on CUDA).
+Owns the interface and its plain torch form, which is what every other form must agree with. Sums run in
+float32, results are rounded once. Specification: rulings "Dependencies" (fused operators on CUDA).
 """
 
 from __future__ import annotations

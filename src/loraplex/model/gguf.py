@@ -91,8 +91,8 @@ def ensure_gguf_model(path: Path, base_name: str | None = None, progress: Progre
 
     The folder holds config.json, model.safetensors (float32), generation_config.json, tokenizer.json,
     tokenizer_config.json, chat_template.jinja and source.json. Every file's size is checked on each call.
-    Raises CallerError: MODEL_SOURCE_MISSING, MODEL_UNSUPPORTED, MODEL_WEIGHTS_INVALID, MODEL_CACHE_UNWRITABLE,
-    MODEL_CACHE_DAMAGED.
+    Raises CallerError: MODEL_SOURCE_MISSING, MODEL_UNSUPPORTED, MODEL_WEIGHTS_INVALID,
+    MODEL_CACHE_UNWRITABLE, MODEL_CACHE_DAMAGED.
     """
     file_digest, key = content_key(path)
     target = cache_root() / "models" / key
@@ -171,7 +171,9 @@ def convert(path: Path, folder: Path, progress: Progress = silent) -> None:
 
 
 def llama_config(metadata: Metadata, tied: bool) -> dict[str, Any]:
-    """config.json of a Llama decoder from GGUF metadata. Raises CallerError MODEL_UNSUPPORTED for anything it would lose."""
+    """config.json of a Llama decoder from GGUF metadata. Raises CallerError MODEL_UNSUPPORTED for anything it
+    would lose.
+    """
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
         raise _unsupported(f"general.architecture is {architecture!r}, expected 'llama'")
@@ -215,12 +217,16 @@ def llama_config(metadata: Metadata, tied: bool) -> dict[str, Any]:
 
 
 def _shortest(value: float) -> float:
-    """The file's float32 as the float with the shortest text (1e-05, not 9.999999747378752e-06); same float32."""
+    """The file's float32 as the float with the shortest text (1e-05, not 9.999999747378752e-06); same
+    float32.
+    """
     return float(str(np.float32(value)))
 
 
 def _read_weights(tensors: list[Any], config: dict[str, Any], progress: Progress) -> dict[str, Array]:
-    """All tensors, dequantised to float32 and named as transformers names them; shapes checked against config."""
+    """All tensors, dequantised to float32 and named as transformers names them; shapes checked against
+    config.
+    """
     from gguf import dequantize
 
     expected = _expected_shapes(config)
@@ -251,7 +257,9 @@ def _read_weights(tensors: list[Any], config: dict[str, Any], progress: Progress
 
 
 def hf_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises CallerError MODEL_UNSUPPORTED."""
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`. Raises CallerError
+    MODEL_UNSUPPORTED.
+    """
     if name in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[name]
     match name.split("."):
@@ -262,7 +270,8 @@ def hf_name(name: str) -> str:
 
 
 def unpermute_rope(weight: Array, head_dim: int) -> Array:
-    """Rows of a q or k projection `[heads * head_dim, d_in]` from rotary pairs side by side to halves of a head.
+    """Rows of a q or k projection `[heads * head_dim, d_in]` from rotary pairs side by side to halves of a
+    head.
 
     GGUF's Llama rotates rows (2i, 2i+1) of a head together, Hugging Face's rotates (i, i + head_dim/2).
     """

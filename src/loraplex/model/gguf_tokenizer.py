@@ -101,7 +101,8 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path, max_length: int) 
     build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
     tokens = metadata["tokenizer.ggml.tokens"]
     config: dict[str, Any] = {
-        # A class that takes tokenizer.json as it is: the GPT-2 class would rebuild it with its own text split.
+        # A class that takes tokenizer.json as it is: the GPT-2 class would rebuild it with its own text
+        # split.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,

@@ -1,9 +1,9 @@
 """Dense projections, in the layout that their device multiplies fastest.
 
-On a CPU with wide vectors the weight is packed once into panels for our own kernel (`ops/cpu/gemm.h`), whose result for a
-row is the same bits in any batch; the plain copy is dropped. Where that kernel does not serve (other types, narrow
-vectors, a matrix unit that the compiler does not know) oneDNN's reordered layout does, and elsewhere the plain matrix.
-Measured: docs/notes/cpu-operators.md.
+On a CPU with wide vectors the weight is packed once into panels for our own kernel (`ops/cpu/gemm.h`), whose
+result for a row is the same bits in any batch; the plain copy is dropped. Where that kernel does not serve
+(other types, narrow vectors, a matrix unit that the compiler does not know) oneDNN's reordered layout does,
+and elsewhere the plain matrix. Measured: docs/notes/cpu-operators.md.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def panel_kernel(dtype: torch.dtype, device: torch.device) -> compiled.Library | None:
-    """The compiled library where its panels serve weights of this type: products as wide as the type, and in the matrix
-    unit where the processor has one."""
+    """The compiled library where its panels serve weights of this type: products as wide as the type, and in
+    the matrix unit where the processor has one.
+    """
     library = compiled.library() if device.type == "cpu" and dtype in _NAMES else None
     if library is None or library.vector_level < (2 if dtype is torch.bfloat16 else 1):
         return None
@@ -45,7 +46,9 @@ def panel_kernel(dtype: torch.dtype, device: torch.device) -> compiled.Library |
 
 
 class Arena:
-    """One anonymous buffer for packed weights, in large pages where the system gives them: half as long to read."""
+    """One anonymous buffer for packed weights, in large pages where the system gives them: half as long to
+    read.
+    """
 
     def __init__(self, nbytes: int) -> None:
         pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -150,7 +153,14 @@ class Linear:
             self._handle.dense_bfloat16 if self._dtype is torch.bfloat16 else self._handle.dense_float32
         )
         function(
-            self._panels.data_ptr(), 0 if self.bias is None else self.bias.data_ptr(), d_in, columns, x.shape[0],
-            y.data_ptr(), columns, x.data_ptr(), x.stride(0),
-        )  # fmt: skip
+            self._panels.data_ptr(),
+            0 if self.bias is None else self.bias.data_ptr(),
+            d_in,
+            columns,
+            x.shape[0],
+            y.data_ptr(),
+            columns,
+            x.data_ptr(),
+            x.stride(0),
+        )
         return y

@@ -1,8 +1,10 @@
-"""The backend's mirror of request state: incarnation, frontier generation, KV length and page table of each slot.
+"""The backend's mirror of request state: incarnation, frontier generation, KV length and page table of each
+slot.
 
-A plan names what it expects of each slot; whatever differs refuses the whole plan before anything runs. Changes are a
-transaction: `step` applies a plan's opens and page deltas, checks the plan against the outcome, and either the step
-succeeds and the frontiers move, or every mirror is as it was. Never chooses a page or a slot.
+A plan names what it expects of each slot; whatever differs refuses the whole plan before anything runs.
+Changes are a transaction: `step` applies a plan's opens and page deltas, checks the plan against the outcome,
+and either the step succeeds and the frontiers move, or every mirror is as it was. Never chooses a page or a
+slot.
 
 Specification: 0x01G (generations are a vector), 0x06E; rulings "Frontiers and depth".
 """
@@ -26,7 +28,8 @@ I64 = npt.NDArray[np.int64]
 class RequestMirrors:
     """Arrays over request slots. pages [slots, entries]: page table, 0 where there is no page.
 
-    kv: positions that hold KV; an open says how many of them others computed (a prefix hit starts behind its shared pages).
+    kv: positions that hold KV; an open says how many of them others computed (a prefix hit starts behind its
+    shared pages).
     """
 
     def __init__(self, bounds: PlanBounds, page_tokens: int) -> None:
@@ -39,10 +42,11 @@ class RequestMirrors:
 
     @contextmanager
     def step(self, plan: BatchPlan) -> Iterator[I32]:
-        """The page-table rows [R, entries] of the plan's requests, as long as they need; the body runs the plan.
+        """The page-table rows [R, entries] of the plan's requests, as long as they need; the body runs the
+        plan.
 
-        Raises `stale_request_generation`, `stale_kv_frontier` or `plan_page_table` where plan and mirrors disagree. An
-        exception, from here or from the body, leaves the mirrors as they were.
+        Raises `stale_request_generation`, `stale_kv_frontier` or `plan_page_table` where plan and mirrors
+        disagree. An exception, from here or from the body, leaves the mirrors as they were.
         """
         touched = np.unique(np.concatenate([plan.opens.slot, plan.page_deltas.slot]))
         self._used = max(self._used, int(plan.page_deltas.index.max(initial=-1)) + 1)

@@ -1,7 +1,7 @@
 """Token counts on the device, for the requests that use penalties and for no others.
 
-Owns one row of counts for each such request slot; rows are made on demand and reused. Never decides which token is
-drawn. Specification: rulings "Sampling".
+Owns one row of counts for each such request slot; rows are made on demand and reused. Never decides which
+token is drawn. Specification: rulings "Sampling".
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class TokenCounts:
         return int(self._output.shape[0])
 
     def open(self, slot: int, history: I32, prompt_tokens: int) -> None:
-        """Start counting for a slot. history: its tokens so far, the first `prompt_tokens` of them the prompt."""
+        """Start counting for a slot. history: its tokens so far, the first `prompt_tokens` of them the
+        prompt.
+        """
         if history.size and (history.min() < 0 or history.max() >= self._vocab):
             raise InternalFault(
                 ErrorCode.PLAN_MALFORMED,
@@ -79,8 +81,9 @@ class TokenCounts:
     ) -> None:
         """Penalise rows `index` [n] of logits [*, v] in place, v at most the vocabulary, for open slots [n].
 
-        penalties: [n, 3], repetition, presence, frequency. Repetition divides positive and multiplies other logits of
-        tokens seen in prompt or output; then frequency is taken off for each output occurrence and presence once.
+        penalties: [n, 3], repetition, presence, frequency. Repetition divides positive and multiplies other
+        logits of tokens seen in prompt or output; then frequency is taken off for each output occurrence and
+        presence once.
         """
         row_of, width = self._row_of[slots], logits.shape[1]
         if self._compiled is not None:

@@ -1,9 +1,8 @@
 """Philox4x32-10, the counter-based random generator, in integer tensor operations.
 
-The same key and counter give the same 32 bits on every device and in every batch: nothing is drawn in sequence. Owns no
-state.
-Specification: rulings "Sampling"; the generator is Salmon et al., "Parallel random numbers: as easy as 1, 2,
-3" (2011).
+The same key and counter give the same 32 bits on every device and in every batch: nothing is drawn in
+sequence. Owns no state. Specification: rulings "Sampling"; the generator is Salmon et al., "Parallel random
+numbers: as easy as 1, 2, 3" (2011).
 """
 
 from __future__ import annotations
@@ -25,7 +24,9 @@ def philox4x32(
     counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     key: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Four words for each counter. All tensors int64 holding unsigned 32-bit values, of shapes that broadcast."""
+    """Four words for each counter. All tensors int64 holding unsigned 32-bit values, of shapes that
+    broadcast.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for round_index in range(_ROUNDS):
@@ -41,7 +42,8 @@ def philox4x32(
 def gumbel(bits: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise, float32, from int64 words of 32 uniform bits.
 
-    With v uniform on (0, 1), -log(-log(1 - v)); a small v is the tail that wins, and float32 resolves it well.
+    With v uniform on (0, 1), -log(-log(1 - v)); a small v is the tail that wins, and float32 resolves it
+    well.
     """
     v = (bits.to(torch.float32) + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-v.clamp_(max=1.0 - 2.0**-24)))

@@ -1,9 +1,10 @@
 """Adapters on this device, as plans tell: start copies, publish, retire. Decides nothing.
 
-Order inside a plan: publications, retirements, scrubs, copies. Each is idempotent by (slot, generation), because a plan
-that failed gives its deltas back and a later one carries them again. Copies run beside the steps (`copies`); their ends
-are reported once, in the next result that is not a failure. A copy that cannot be made (image not there, tables that
-disagree with the model, bytes that differ) is reported as not intact and leaves its slot empty; it never fails the step.
+Order inside a plan: publications, retirements, scrubs, copies. Each is idempotent by (slot, generation),
+because a plan that failed gives its deltas back and a later one carries them again. Copies run beside the
+steps (`copies`); their ends are reported once, in the next result that is not a failure. A copy that cannot
+be made (image not there, tables that disagree with the model, bytes that differ) is reported as not intact
+and leaves its slot empty; it never fails the step.
 
 Specification: 0x04E (reserve, copy, validate, then publish), 0x05E; rulings "Residency".
 """
@@ -37,7 +38,9 @@ class Residents:
         self._unreported: list[tuple[int, tuple[int, int, int]]] = []
 
     def check(self, plan: BatchPlan) -> None:
-        """Refuse a plan whose adapter slots are not what it expects; raises `stale_slot_generation`. Changes nothing."""
+        """Refuse a plan whose adapter slots are not what it expects; raises `stale_slot_generation`. Changes
+        nothing.
+        """
         held, published = dict(self._held), self._table.published.copy()
         for slot, generation in adapter_pairs(plan.publishes):
             if published[slot] != generation and (held.get(slot) != generation or published[slot] != 0):
@@ -93,8 +96,9 @@ class Residents:
     def _publish(self, plan: BatchPlan) -> None:
         """Make copies visible that have ended and are intact: all that the plan names, or none.
 
-        Live they have ended long ago; a replay may be ahead of its copies, and waits for them here. A copy that does not
-        arrive intact in a replay raises `copy_checksum`: what was served from it cannot be run again.
+        Live they have ended long ago; a replay may be ahead of its copies, and waits for them here. A copy
+        that does not arrive intact in a replay raises `copy_checksum`: what was served from it cannot be run
+        again.
         """
         fresh = [(s, g) for s, g in adapter_pairs(plan.publishes) if self._table.published[s] != g]
         for slot, generation in fresh:
@@ -113,7 +117,8 @@ class Residents:
     def report(self, plan: int) -> CopiedColumns:
         """Copies that have ended by this plan and were not reported yet.
 
-        What a later plan brought to its end is that one's to report, so that a worker answers as a runner here does.
+        What a later plan brought to its end is that one's to report, so that a worker answers as a runner
+        here does.
         """
         self._note_ended(plan)
         rows = [row for ended_by, row in self._unreported if ended_by <= plan]

@@ -1,4 +1,5 @@
-"""What a step left on the device becomes a `StepResult`: transfers that do not wait, and the packing of the answer.
+"""What a step left on the device becomes a `StepResult`: transfers that do not wait, and the packing of the
+answer.
 
 Everything is enqueued at launch; only `Pending.finish` waits, and only for its own step.
 """
@@ -50,7 +51,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log probabilities of n positions. ids, values [n, 1 + widest]: the position's own token, then the best ones.
+    """Log probabilities of n positions. ids, values [n, 1 + widest]: the position's own token, then the best
+    ones.
 
     wanted: int32 [n], top entries of each position; -1 for none at all.
     """

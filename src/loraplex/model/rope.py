@@ -1,8 +1,9 @@
-"""Rotary position embeddings: frequencies of each kind, the table of cosines and sines, the rotation in place.
+"""Rotary position embeddings: frequencies of each kind, the table of cosines and sines, the rotation in
+place.
 
-Rotation pairs element i of a head with element i + head_dim / 2, as Hugging Face checkpoints expect. Angles are
-float32; the rotation runs in the table's dtype.
-Specification: rulings "Start-up" (default, linear, llama3, yarn).
+Rotation pairs element i of a head with element i + head_dim / 2, as Hugging Face checkpoints expect. Angles
+are float32; the rotation runs in the table's dtype. Specification: rulings "Start-up" (default, linear,
+llama3, yarn).
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def _llama3(plain: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
 
 
 def _yarn(plain: torch.Tensor, rope: RopeSpec, head_dim: int) -> torch.Tensor:
-    """Dimensions that turn often keep their frequency, rare ones are interpolated, with a linear ramp between."""
+    """Dimensions that turn often keep their frequency, rare ones are interpolated, with a linear ramp
+    between.
+    """
 
     def dimension(rotations: float) -> float:
         return (
@@ -72,7 +75,8 @@ def _yarn_attention_factor(rope: RopeSpec) -> float:
 class RopeTable:
     """Cosines and signed sines of every position up to a limit.
 
-    cos, sin: [positions, head_dim]; sin carries the sign of the rotation: -sin in the first half, +sin in the second.
+    cos, sin: [positions, head_dim]; sin carries the sign of the rotation: -sin in the first half, +sin in the
+    second.
     """
 
     def __init__(

@@ -1,11 +1,12 @@
 """The model runner: a `Backend` that runs packed plans on one device.
 
-Owns the page pool and the mirrors of request and adapter state; an executor does the work. It obeys: pages, slots and
-victims are the plan's. A step either answers its plan or fails as a whole with a code, and a failed step leaves the
-mirrors as they were; adapter deltas are idempotent and may stand.
+Owns the page pool and the mirrors of request and adapter state; an executor does the work. It obeys: pages,
+slots and victims are the plan's. A step either answers its plan or fails as a whole with a code, and a failed
+step leaves the mirrors as they were; adapter deltas are idempotent and may stand.
 
-Two rules keep a pipeline honest. Plans run in order of generation, none twice and none left out. A plan that was
-launched while the failure of an earlier one had not been collected was made for a state that never came: it is stale.
+Two rules keep a pipeline honest. Plans run in order of generation, none twice and none left out. A plan that
+was launched while the failure of an earlier one had not been collected was made for a state that never came:
+it is stale.
 
 Specification: 0x01F, 0x03D, 0x03E; rulings "The plan", "Frontiers and depth".
 """
@@ -70,9 +71,9 @@ class ModelRunner:
     """`core.ports.Backend` over a decoder.
 
     kv: shape of a KV page. bounds: sizes that plans must respect, as the control plane has them. pool: from
-    `allocate_pool`, or None to make it. sampled_vocab: ids from here on are never drawn. attention: of the executor in
-    torch operators, None is plain torch. executor: makes another executor. stream: what all of it is enqueued on, None
-    is the current one.
+    `allocate_pool`, or None to make it. sampled_vocab: ids from here on are never drawn. attention: of the
+    executor in torch operators, None is plain torch. executor: makes another executor. stream: what all of it
+    is enqueued on, None is the current one.
     """
 
     def __init__(

@@ -1,11 +1,13 @@
-"""Chooses tokens on the device: bias, penalties, temperature, truncation, and Gumbel noise keyed by (seed; position, id).
+"""Chooses tokens on the device: bias, penalties, temperature, truncation, and Gumbel noise keyed by (seed;
+position, id).
 
-Owns sampling state per request slot (parameters, bias, token counts). Never decides who samples: the plan's sample
-rows do. What a row draws depends on its own logits, parameters and position alone, in any batch and on any device.
+Owns sampling state per request slot (parameters, bias, token counts). Never decides who samples: the plan's
+sample rows do. What a row draws depends on its own logits, parameters and position alone, in any batch and on
+any device.
 
-Order of operations: logit bias; repetition penalty (prompt and output); frequency and presence (output); temperature;
-min_p; top_k; top_p; draw. Greedy takes the highest logit after the penalties, ties to the lowest id. Only rows that
-ask for a feature pay for it. Specification: 0x03E; rulings "Sampling".
+Order of operations: logit bias; repetition penalty (prompt and output); frequency and presence (output);
+temperature; min_p; top_k; top_p; draw. Greedy takes the highest logit after the penalties, ties to the lowest
+id. Only rows that ask for a feature pay for it. Specification: 0x03E; rulings "Sampling".
 """
 
 from __future__ import annotations
@@ -45,13 +47,17 @@ class Draws(Protocol):
     def draw(
         self, logits: torch.Tensor, index: I64, vocab: int, options: npt.NDArray[np.void]
     ) -> torch.Tensor:
-        """Tokens int64 [n] from rows `index` [n] of logits, over the first `vocab` columns. options: `OPTIONS` [n]."""
+        """Tokens int64 [n] from rows `index` [n] of logits, over the first `vocab` columns. options:
+        `OPTIONS` [n].
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens some samples may be. samples: int32 [M]. words: int32 [M, ceil(V / 32)], a bit for each token."""
+    """Which tokens some samples may be. samples: int32 [M]. words: int32 [M, ceil(V / 32)], a bit for each
+    token.
+    """
 
     samples: I32
     words: I32
@@ -71,9 +77,9 @@ class _Bias:
 class Sampler:
     """Sampling for request slots 0 to max_requests - 1. Ids from `sampled_vocab` on are never drawn.
 
-    vocab_size: V, columns of the logits. compiled: use the compiled functions where the device has them; they give the
-    same tokens as the torch code here, up to scores that tie within float32 rounding. Raises `plan_malformed` for
-    arrays that contradict each other.
+    vocab_size: V, columns of the logits. compiled: use the compiled functions where the device has them; they
+    give the same tokens as the torch code here, up to scores that tie within float32 rounding. Raises
+    `plan_malformed` for arrays that contradict each other.
     """
 
     def __init__(
@@ -172,9 +178,9 @@ class Sampler:
     ) -> torch.Tensor:
         """One token for each sample, int64 [S] on the device; counts move on.
 
-        logits: float32 [L, V], never changed. logit_index, slots, positions: int32 [S] on the host: row of logits,
-        request slot, position of the token that is drawn. masks: applied last, so that no bias or penalty lets a
-        forbidden token through.
+        logits: float32 [L, V], never changed. logit_index, slots, positions: int32 [S] on the host: row of
+        logits, request slot, position of the token that is drawn. masks: applied last, so that no bias or
+        penalty lets a forbidden token through.
         """
         own = slots.astype(np.int64)
         greedy = self._values["temperature"][own] == 0.0
@@ -208,10 +214,12 @@ class Sampler:
     def top_logprobs(
         self, logits: torch.Tensor, logit_index: I32, chosen: torch.Tensor, top: I32
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log probabilities of raw logits (of any floating type): ids int64 and values float32, both [n, 1 + max(top)].
+        """Log probabilities of raw logits (of any floating type): ids int64 and values float32, both [n, 1 +
+        max(top)].
 
-        chosen: int64 [n] on the device, first in each row; then the `top[i]` best ids below `sampled_vocab`, ties to
-        the lowest id. Entries of row i after 1 + top[i] mean nothing. top: int32 [n] on the host, each >= 0.
+        chosen: int64 [n] on the device, first in each row; then the `top[i]` best ids below `sampled_vocab`,
+        ties to the lowest id. Entries of row i after 1 + top[i] mean nothing. top: int32 [n] on the host,
+        each >= 0.
         """
         width = min(int(top.max(initial=0)), self._sampled)
         ids = torch.empty((logit_index.size, 1 + width), dtype=torch.int64, device=self._device)
@@ -321,7 +329,9 @@ class Sampler:
 
 
 def best_ids(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` best columns of each row, best first, ties to the lowest id. float32 [n, V] -> int64 [n, count]."""
+    """The `count` best columns of each row, best first, ties to the lowest id. float32 [n, V] -> int64 [n,
+    count].
+    """
     vocab = logits.shape[1]
     # Order-preserving integers: adding 0.0 turns -0.0 into 0.0; the low half makes equal logits differ by id.
     bits = (logits + 0.0).view(torch.int32).to(torch.int64)

@@ -1,7 +1,7 @@
 """The compiled sampling functions as numpy and torch see them.
 
-Owns nothing but the way into the library; what they compute is defined by `sampler`, `truncate`, `penalties` and
-`philox`. Specification: rulings "Sampling".
+Owns nothing but the way into the library; what they compute is defined by `sampler`, `truncate`, `penalties`
+and `philox`. Specification: rulings "Sampling".
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ I64 = npt.NDArray[np.int64]
 
 OPTIONS: Final = np.dtype(
     [
-        ("temperature", np.float32), ("min_p", np.float32), ("top_p", np.float32), ("top_k", np.int32),
-        ("seed_low", np.int32), ("seed_high", np.int32), ("position", np.int32),
+        ("temperature", np.float32),
+        ("min_p", np.float32),
+        ("top_p", np.float32),
+        ("top_k", np.int32),
+        ("seed_low", np.int32),
+        ("seed_high", np.int32),
+        ("position", np.int32),
     ]
-)  # fmt: skip
+)
 """One row's options, as the library's `Options`."""
 
 
@@ -40,12 +45,19 @@ class CompiledSampling:
     def draw(
         self, logits: torch.Tensor, index: I64, vocab: int, options: npt.NDArray[np.void]
     ) -> torch.Tensor:
-        """Tokens int64 [n] from rows `index` [n] of logits, over the first `vocab` columns. options: `OPTIONS` [n]."""
+        """Tokens int64 [n] from rows `index` [n] of logits, over the first `vocab` columns. options:
+        `OPTIONS` [n].
+        """
         tokens = torch.empty(index.size, dtype=torch.int64)
         self._handle.sample_draw(
-            logits.data_ptr(), logits.stride(0), index.ctypes.data, index.size, vocab, options.ctypes.data,
+            logits.data_ptr(),
+            logits.stride(0),
+            index.ctypes.data,
+            index.size,
+            vocab,
+            options.ctypes.data,
             tokens.data_ptr(),
-        )  # fmt: skip
+        )
         return tokens
 
     def penalise(
@@ -58,11 +70,21 @@ class CompiledSampling:
         rows: I64,
         penalties: npt.NDArray[np.float32],
     ) -> None:
-        """In place on rows `index` [n]. output int32 and prompt bool [*, V], of which `rows` [n]; penalties [n, 3]."""
+        """In place on rows `index` [n]. output int32 and prompt bool [*, V], of which `rows` [n]; penalties
+        [n, 3].
+        """
         self._handle.sample_penalise(
-            logits.data_ptr(), logits.stride(0), index.ctypes.data, index.size, vocab, output.data_ptr(),
-            prompt.data_ptr(), output.shape[1], rows.ctypes.data, penalties.ctypes.data,
-        )  # fmt: skip
+            logits.data_ptr(),
+            logits.stride(0),
+            index.ctypes.data,
+            index.size,
+            vocab,
+            output.data_ptr(),
+            prompt.data_ptr(),
+            output.shape[1],
+            rows.ctypes.data,
+            penalties.ctypes.data,
+        )
 
     def best(self, logits: torch.Tensor, vocab: int, count: int) -> torch.Tensor:
         """The `count` best of the first `vocab` columns of each row, int64 [n, count], ties to the lowest id."""

@@ -1,8 +1,8 @@
 """What a decoder is: a frozen `DecoderSpec` derived from a Hugging Face config.json.
 
-Owns the reading of configurations and the table of module dimensions and checkpoint names. Never touches a tensor.
-Whatever the decoder does not implement is refused by name with `model_unsupported`; nothing is guessed or ignored
-that would change a logit.
+Owns the reading of configurations and the table of module dimensions and checkpoint names. Never touches a
+tensor. Whatever the decoder does not implement is refused by name with `model_unsupported`; nothing is
+guessed or ignored that would change a logit.
 
 Families: Llama (SmolLM too), Mistral, Qwen2, Qwen3. Specification: rulings "Models".
 """
@@ -42,8 +42,8 @@ class RopeKind(StrEnum):
 class RopeSpec:
     """Rotary embedding: base, kind and that kind's parameters (unused ones keep their neutral value).
 
-    original_positions: context length of pretraining (llama3, yarn). attention_factor: scale of cos and sin, None
-    derives it (yarn). mscale, mscale_all_dim: yarn's alternative to derive it, 0 when absent.
+    original_positions: context length of pretraining (llama3, yarn). attention_factor: scale of cos and sin,
+    None derives it (yarn). mscale, mscale_all_dim: yarn's alternative to derive it, 0 when absent.
     """
 
     theta: float
@@ -65,8 +65,8 @@ class DecoderSpec:
     """Shape and options of one decoder.
 
     qkv_bias, o_bias, mlp_bias: which projections carry a bias. qk_norm: RMS norm over each head of q and k.
-    windows [layers]: positions a row sees, itself included; None is all. max_positions: context of the configuration.
-    dtype: as the checkpoint names it ("float32", "bfloat16", "float16"), or None.
+    windows [layers]: positions a row sees, itself included; None is all. max_positions: context of the
+    configuration. dtype: as the checkpoint names it ("float32", "bfloat16", "float16"), or None.
     """
 
     family: Family
@@ -250,7 +250,8 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 
 def _kv_heads(config: Mapping[str, Any], family: Family, heads: int) -> int:
-    # Families differ in what a missing key means; only Llama's default does not depend on a library's version.
+    # Families differ in what a missing key means; only Llama's default does not depend on a library's
+    # version.
     if family is not Family.LLAMA and "num_key_value_heads" not in config:
         raise _unsupported("num_key_value_heads", None, "configurations that state it")
     kv_heads = _integer(config, "num_key_value_heads", heads)
@@ -329,14 +330,22 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[in
 _ROPE_KEYS: Final[dict[RopeKind, frozenset[str]]] = {
     RopeKind.DEFAULT: frozenset(),
     RopeKind.LINEAR: frozenset({"factor"}),
-    RopeKind.LLAMA3: frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    RopeKind.LLAMA3: frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
     RopeKind.YARN: frozenset(
         {
-            "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
-            "mscale_all_dim", "truncate",
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
         }
     ),
-}  # fmt: skip
+}
 
 
 def _rope(config: Mapping[str, Any], max_positions: int) -> RopeSpec:

@@ -1,9 +1,10 @@
 """Copies into a CUDA pool: the device moves pages on a stream of its own, events tell the end.
 
-The step's thread only puts a copy into a queue and asks events. An image in page-locked memory goes as it lies. Any other
-is read into page-locked buffers first, in a few slices, so that several threads read one image at once and two images
-overlap. A thread spends its time in reads and event waits, which hold no lock of the interpreter: one read for each slice,
-and a few microseconds of Python for each run of pages. The buffers are few and fixed, so what they lock is bounded.
+The step's thread only puts a copy into a queue and asks events. An image in page-locked memory goes as it
+lies. Any other is read into page-locked buffers first, in a few slices, so that several threads read one
+image at once and two images overlap. A thread spends its time in reads and event waits, which hold no lock of
+the interpreter: one read for each slice, and a few microseconds of Python for each run of pages. The buffers
+are few and fixed, so what they lock is bounded.
 
 Specification: 0x04A (pinned staging), 0x04E (copy, event, validate); rulings "Loading".
 """
@@ -34,14 +35,17 @@ SLICE_BYTES: Final = 8 << 20
 BUFFERS: Final = 2
 """Page-locked slices of each thread: one is filled while the other moves."""
 IDLE_WAIT_S: Final = 0.002
-"""How long a step without rows waits for the oldest copy: a copy that hangs must not keep a request that comes now."""
+"""How long a step without rows waits for the oldest copy: a copy that hangs must not keep a request that
+comes now.
+"""
 IDLE_PAUSE_S: Final = 0.00002
 
 
 @dataclass(slots=True, eq=False)
 class Moving:
-    """A copy on its way. before: what its pages wait for. left: slices that were not given to the device yet. failed: one
-    of them could not be."""
+    """A copy on its way. before: what its pages wait for. left: slices that were not given to the device yet.
+    failed: one of them could not be.
+    """
 
     copy: Copy
     before: torch.cuda.Event
@@ -71,7 +75,9 @@ class StreamCopies:
             thread.start()
 
     def start(self, copy: Copy) -> None:
-        """Queue it behind what the compute stream has been given: scrubs of these pages, where tests ask for them."""
+        """Queue it behind what the compute stream has been given: scrubs of these pages, where tests ask for
+        them.
+        """
         before = torch.cuda.Event()
         before.record(torch.cuda.current_stream(self._table.pool.device))
         self._open.append(copy)
@@ -112,7 +118,9 @@ class StreamCopies:
                     copy.ready.synchronize()
 
     def close(self) -> None:
-        """End the threads after the copies that were asked for; then the device neither writes the pool nor reads an image."""
+        """End the threads after the copies that were asked for; then the device neither writes the pool nor
+        reads an image.
+        """
         for _ in self._threads:
             self._asked.put(None)
         for thread in self._threads:
@@ -121,7 +129,9 @@ class StreamCopies:
         self._open.clear()
 
     def _work(self, buffers: torch.Tensor) -> None:
-        """A thread: one slice after the other, until `close`. buffers: uint8 [BUFFERS, pages, page bytes], its own."""
+        """A thread: one slice after the other, until `close`. buffers: uint8 [BUFFERS, pages, page bytes],
+        its own.
+        """
         moved: list[torch.cuda.Event | None] = [None] * BUFFERS
         turn = 0
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -148,7 +158,9 @@ class StreamCopies:
         return event
 
     def _move(self, moving: Moving, first: int, count: int, buffer: torch.Tensor) -> None:
-        """Give pages of a copy to the device, by way of a page-locked slice where they do not lie in such memory."""
+        """Give pages of a copy to the device, by way of a page-locked slice where they do not lie in such
+        memory.
+        """
         copy = moving.copy
         offset, width = self._table.block_span(copy.size_class, copy.block)
         if copy.image.locked:
@@ -162,7 +174,9 @@ class StreamCopies:
             target.copy_(source[at : at + run], non_blocking=True)
 
     def _given(self, moving: Moving) -> None:
-        """A slice was given to the device, or failed; behind the last one the pages are summed where they lie."""
+        """A slice was given to the device, or failed; behind the last one the pages are summed where they
+        lie.
+        """
         with moving.lock:
             moving.left -= 1
             if moving.left:

@@ -1,7 +1,9 @@
-"""Truncated sampling: which tokens of a distribution may be drawn under min_p, top_k and top_p, in this order.
+"""Truncated sampling: which tokens of a distribution may be drawn under min_p, top_k and top_p, in this
+order.
 
-Owns no state. What a row keeps does not depend on the rows beside it: padding carries no weight, and cumulative sums
-run in float64 from the best token down. Ties go to the lowest id. Specification: rulings "Sampling".
+Owns no state. What a row keeps does not depend on the rows beside it: padding carries no weight, and
+cumulative sums run in float64 from the best token down. Ties go to the lowest id. Specification: rulings
+"Sampling".
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ def candidates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens that may be drawn, best first.
 
-    scaled: float32 [n, V], logits over temperature with the row's maximum at 0. min_p float32 [n, 1], 0 is off; top_k
-    int64 [n, 1], 0 is off; top_p float32 [n, 1], 1 is off. Returns values float32 [n, C], -inf where nothing is kept,
-    and ids int64 [n, C].
+    scaled: float32 [n, V], logits over temperature with the row's maximum at 0. min_p float32 [n, 1], 0 is
+    off; top_k int64 [n, 1], 0 is off; top_p float32 [n, 1], 1 is off. Returns values float32 [n, C], -inf
+    where nothing is kept, and ids int64 [n, C].
     """
     vocab = scaled.shape[1]
     limit = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab)
@@ -29,8 +31,8 @@ def candidates(
     floor = torch.maximum(floor, _kth_value(scaled, limit))
     mass = torch.exp(scaled).mul_(scaled >= floor).sum(dim=1, keepdim=True, dtype=torch.float64)
     if scaled.device.type == "cpu":
-        # Tokens below (1 - p) / V of the mass weigh less than 1 - p together, so none is in the nucleus; the factor
-        # of two covers rounding.
+        # Tokens below (1 - p) / V of the mass weigh less than 1 - p together, so none is in the nucleus; the
+        # factor of two covers rounding.
         tail = torch.log(mass * (1.0 - top_p.double()) / (2 * vocab)).float()
         values, ids = _compact(scaled, torch.where(limit < vocab, floor, torch.maximum(floor, tail)))
     else:
@@ -65,7 +67,9 @@ def _kth_value(scaled: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
 
 
 def _compact(scaled: torch.Tensor, floor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values at or above each row's floor, left-aligned in id order: values [n, C] padded with -inf, ids [n, C]."""
+    """Values at or above each row's floor, left-aligned in id order: values [n, C] padded with -inf, ids [n,
+    C].
+    """
     mask = scaled >= floor
     counts = mask.sum(dim=1)
     width = max(1, int(counts.max()))

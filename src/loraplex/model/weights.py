@@ -1,7 +1,9 @@
-"""A decoder's weights: exactly the tensors that its specification implies, fused where one GEMM serves several.
+"""A decoder's weights: exactly the tensors that its specification implies, fused where one GEMM serves
+several.
 
-Tensors are allocated once on the device and filled shard by shard, so that the peak is the model plus one tensor.
-A missing, left-over, misshapen or non-floating tensor is `model_weights_invalid`; nothing is skipped in silence.
+Tensors are allocated once on the device and filled shard by shard, so that the peak is the model plus one
+tensor. A missing, left-over, misshapen or non-floating tensor is `model_weights_invalid`; nothing is skipped
+in silence.
 
 Specification: rulings "Models", "Start-up".
 """
@@ -40,8 +42,8 @@ _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 class LayerWeights:
     """One decoder layer; projections as [d_out, d_in].
 
-    qkv: [q + k + v, hidden]. qk_norm: [heads + kv_heads, head_dim], the q norm for each query head, then the k norm.
-    gate_up: [2 * intermediate, hidden].
+    qkv: [q + k + v, hidden]. qk_norm: [heads + kv_heads, head_dim], the q norm for each query head, then the
+    k norm. gate_up: [2 * intermediate, hidden].
     """
 
     input_norm: torch.Tensor
@@ -88,7 +90,9 @@ class DecoderWeights:
         return total
 
     def pack(self) -> DecoderWeights:
-        """These weights, each projection in its device's layout; one matrix at a time, so that the peak stays low."""
+        """These weights, each projection in its device's layout; one matrix at a time, so that the peak stays
+        low.
+        """
         every = [projection for layer in self.layers for projection in layer.projections] + [self.lm_head]
         arena = Arena(sum(Arena.room(projection.packed_bytes()) for projection in every))
         for projection in every:
@@ -98,7 +102,9 @@ class DecoderWeights:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where one checkpoint tensor goes. shape: of the checkpoint; view: memory of that shape, or broadcastable to."""
+    """Where one checkpoint tensor goes. shape: of the checkpoint; view: memory of that shape, or
+    broadcastable to.
+    """
 
     shape: tuple[int, ...]
     view: torch.Tensor
@@ -207,8 +213,8 @@ def load_weights(
 ) -> DecoderWeights:
     """Weights from a folder's safetensors, one file or shards with an index.
 
-    Raises `model_source_missing` where files are missing and `model_weights_invalid` where they do not hold exactly
-    the tensors of `spec`.
+    Raises `model_source_missing` where files are missing and `model_weights_invalid` where they do not hold
+    exactly the tensors of `spec`.
     """
     shards = _shards(folder)
     total = sum(path.stat().st_size for path in shards)
@@ -286,7 +292,9 @@ def _fill(name: str, tensor: torch.Tensor, targets: dict[str, Target]) -> None:
 
 
 def _check_frequencies(name: str, tensor: torch.Tensor, spec: DecoderSpec) -> None:
-    """Old files repeat RoPE's unscaled frequencies in each layer; they must be those that the configuration gives."""
+    """Old files repeat RoPE's unscaled frequencies in each layer; they must be those that the configuration
+    gives.
+    """
     expected, _ = inverse_frequencies(RopeSpec(spec.rope.theta), spec.head_dim)
     if tensor.shape != expected.shape or not torch.allclose(tensor.float(), expected, rtol=1e-2, atol=0.0):
         raise _invalid(f"{name} differs from the frequencies of rope_theta {spec.rope.theta:g}")

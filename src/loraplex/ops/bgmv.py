@@ -1,7 +1,7 @@
 """Per-row gather of a matrix-vector product: each active row runs its own adapter's factors, alone.
 
-The exact-rank per-row path of 0x06C. Its result for a row cannot depend on any other row, by construction; the cost
-is that an adapter's factors are read once for each of its rows. Specification: 0x02H.
+The exact-rank per-row path of 0x06C. Its result for a row cannot depend on any other row, by construction;
+the cost is that an adapter's factors are read once for each of its rows. Specification: 0x02H.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The compiled CPU kernel behind the operator interface: one call for a whole module group, factors read in place.
+"""The compiled CPU kernel behind the operator interface: one call for a whole module group, factors read in
+place.
 
-Everything that a step needs is laid out once, when its operator is made: pointers to the row tables of the adapters in
-group order, and the rows of each. A call then passes a handful of integers. A row's result is the same bits whatever
-else is in the batch and however many threads run. Input vectors and embeddings take the shared torch code.
+Everything that a step needs is laid out once, when its operator is made: pointers to the row tables of the
+adapters in group order, and the rows of each. A call then passes a handful of integers. A row's result is the
+same bits whatever else is in the batch and however many threads run. Input vectors and embeddings take the
+shared torch code.
 
 Specification: 0x02D "Indexed rows", 0x06D "one heterogeneous kernel"; rulings "Operators", "Equality".
 """
@@ -59,7 +61,9 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What `step_cpu.cpp` reads of a step's adapters: addresses of `Step`, of one `Call` for each group, and of Z."""
+    """What `step_cpu.cpp` reads of a step's adapters: addresses of `Step`, of one `Call` for each group, and
+    of Z.
+    """
 
     step: int
     calls: int
@@ -137,7 +141,9 @@ class CpuKernelOps(TorchOps):
             )
 
     def records(self, groups: tuple[tuple[Module, ...], ...]) -> Records:
-        """Records over all packed rows, for calls that cover whole layers. groups: modules of each call, in order."""
+        """Records over all packed rows, for calls that cover whole layers. groups: modules of each call, in
+        order.
+        """
         step = self._steps.get(RowSet.ALL) or self._make_step(RowSet.ALL)
         dims = self._table.modules.dims
         words = [_call(g, dims[g[0]][0], tuple(dims[m][1] for m in g)).words for g in groups]
@@ -159,9 +165,13 @@ class CpuKernelOps(TorchOps):
             [self._adapters[slot].words for slot in groups.group_adapters.tolist()], dtype=np.int64
         )
         words = _words(
-            self._table.pool.data_ptr(), len(adapters), index.ctypes.data, offsets.ctypes.data, adapters.ctypes.data,
+            self._table.pool.data_ptr(),
+            len(adapters),
+            index.ctypes.data,
+            offsets.ctypes.data,
+            adapters.ctypes.data,
             keep=(index, offsets, adapters, self._table.pool),
-        )  # fmt: skip
+        )
         step = self._steps[rows] = _Step(groups.rows, words)
         return step
 

@@ -46,7 +46,9 @@ class Choice:
 
 
 def warm_up(device: torch.device) -> str:
-    """Build or find what the operators need on `device`; one line saying what will serve. Call it before `/ready`."""
+    """Build or find what the operators need on `device`; one line saying what will serve. Call it before
+    `/ready`.
+    """
     if device.type == "cpu":
         compiled.library()
         return f"adapter operators: {compiled.status()}"
@@ -68,7 +70,9 @@ REASONS: Final[dict[tuple[str, str], str]] = {
 
 
 def choose(plan: BatchPlan, table: AdapterTable) -> Choice:
-    """The family that serves a plan with adapter rows, any rank: one family of a device was the fastest in both phases."""
+    """The family that serves a plan with adapter rows, any rank: one family of a device was the fastest in
+    both phases.
+    """
     phase = "decode" if plan.prefills == 0 else "prefill"
     if table.pool.device.type == "cuda":
         family = TRITON
@@ -82,8 +86,8 @@ def choose(plan: BatchPlan, table: AdapterTable) -> Choice:
 def make_operator(plan: BatchPlan, table: AdapterTable, family: str | None = None) -> AdapterOps:
     """The operator of one plan.
 
-    family: a name in `FAMILIES` in place of the choice. Raises `stale_slot_generation` where the plan and the table
-    disagree, `operator_plan_unsupported` for an unknown family, and what the family refuses.
+    family: a name in `FAMILIES` in place of the choice. Raises `stale_slot_generation` where the plan and the
+    table disagree, `operator_plan_unsupported` for an unknown family, and what the family refuses.
     """
     table.check_plan(plan)
     if plan.group_rows.size == 0:

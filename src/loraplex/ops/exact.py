@@ -1,7 +1,7 @@
 """The definition: every operator in exact rational arithmetic, over nested lists.
 
-Slow on purpose and free of tensors; all other families are compared with it. It takes the same plan and speaks the same
-interface, with lists of `Fraction` where the others have tensors. It never rounds.
+Slow on purpose and free of tensors; all other families are compared with it. It takes the same plan and
+speaks the same interface, with lists of `Fraction` where the others have tensors. It never rounds.
 
 Specification: 0x02E (shrink, expand, scatter), 0x06B (ledgers), 0x06C.
 """
@@ -138,7 +138,9 @@ def _finish(y: Vector, delta: Vector, module: ExactModule) -> Vector:
 
 
 def read_adapter(adapter: ResidentAdapter, dims: ModuleDims) -> dict[tuple[int, Module], ExactModule]:
-    """The exact value of every byte that a resident adapter owns: what the other families are measured against."""
+    """The exact value of every byte that a resident adapter owns: what the other families are measured
+    against.
+    """
     out: dict[tuple[int, Module], ExactModule] = {}
     for layer, module_id in np.argwhere(adapter.index >= 0).tolist():
         module = Module(module_id)

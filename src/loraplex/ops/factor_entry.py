@@ -1,7 +1,8 @@
-"""What the device mirror holds for one adapter: addresses, ranks, scales and vectors of its decoder-layer modules.
+"""What the device mirror holds for one adapter: addresses, ranks, scales and vectors of its decoder-layer
+modules.
 
-Worked out from the adapter's extents in a few passes over whole arrays, because it happens on the step's own thread while
-requests run: an adapter of 224 modules takes a fraction of a millisecond. Reads no factor byte.
+Worked out from the adapter's extents in a few passes over whole arrays, because it happens on the step's own
+thread while requests run: an adapter of 224 modules takes a fraction of a millisecond. Reads no factor byte.
 
 Specification: 0x06E (ranks against extents); rulings "One page pool".
 """
@@ -36,9 +37,9 @@ AT, RANK_LO, RANK_N = range(3)
 class Factors:
     """Adapted modules of decoder layers, n of them, and where their bytes are.
 
-    layers, modules (0 to 6), ranks: int64 [n]. scales: float32 [n]. counts: int64 [n, 2], extents of A and of B. extents:
-    int64 [counts.sum(), 3], byte offset in the pool, first rank, ranks; module after module, A before B, in order of rank.
-    vectors: int64 [n, 3], byte offsets of g, c and h, -1 where there is none.
+    layers, modules (0 to 6), ranks: int64 [n]. scales: float32 [n]. counts: int64 [n, 2], extents of A and of
+    B. extents: int64 [counts.sum(), 3], byte offset in the pool, first rank, ranks; module after module, A
+    before B, in order of rank. vectors: int64 [n, 3], byte offsets of g, c and h, -1 where there is none.
     """
 
     layers: I64
@@ -54,9 +55,9 @@ class Factors:
 class SlotEntry:
     """One slot's part of the mirror, by [layer, module].
 
-    addresses: int64 [layers, 7, 2] in elements, those of a split factor -(1 + first) into `listed`. vectors: int64
-    [layers, 7, 2], g and c in float32 elements. ranks, flags: int32, scales: float32, all [layers, 7]. listed: int64,
-    element addresses of the rank rows of split factors.
+    addresses: int64 [layers, 7, 2] in elements, those of a split factor -(1 + first) into `listed`. vectors:
+    int64 [layers, 7, 2], g and c in float32 elements. ranks, flags: int32, scales: float32, all [layers, 7].
+    listed: int64, element addresses of the rank rows of split factors.
     """
 
     addresses: I64
@@ -87,16 +88,22 @@ def read_factors(resident: ResidentAdapter) -> Factors:
     starts = np.where(has_vector, spans[:, VECTORS, 0], 0)
     vectors = np.where(has_vector, resident.extents[starts, 0], -1)
     return Factors(
-        layers, modules, resident.ranks[rows].astype(np.int64), resident.scales[rows], spans[:, SIDES, 1],
-        resident.extents[of_sides, :3], vectors,
-    )  # fmt: skip
+        layers,
+        modules,
+        resident.ranks[rows].astype(np.int64),
+        resident.scales[rows],
+        spans[:, SIDES, 1],
+        resident.extents[of_sides, :3],
+        vectors,
+    )
 
 
 def make_entry(factors: Factors, layers: int, itemsize: int, widths: I64) -> SlotEntry:
-    """The mirror's part for these modules. itemsize: bytes of a factor element. widths: int64 [7, 2], d_in and d_out.
+    """The mirror's part for these modules. itemsize: bytes of a factor element. widths: int64 [7, 2], d_in
+    and d_out.
 
-    Raises `operator_layout` (a module out of range or named twice, extents that do not cover the rank in order or start
-    off 16 bytes) and `operator_rank_unsupported`.
+    Raises `operator_layout` (a module out of range or named twice, extents that do not cover the rank in
+    order or start off 16 bytes) and `operator_rank_unsupported`.
     """
     _check_modules(factors, layers)
     _check_extents(factors)
@@ -175,10 +182,11 @@ def _check_extents(factors: Factors) -> None:
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
         raise _refuse(
-            factors, owner[at : at + 1] // len(SIDES),
+            factors,
+            owner[at : at + 1] // len(SIDES),
             f"extent at byte {int(offset[at])} with ranks {int(rank_lo[at])}+{int(rank_n[at])}: expected rank "
             f"{int(expected[at])}, 16-byte start",
-        )  # fmt: skip
+        )
     covered = np.bincount(owner, weights=rank_n, minlength=counts.size).astype(np.int64)
     short = np.flatnonzero(covered != np.repeat(factors.ranks, len(SIDES)))
     if short.size:

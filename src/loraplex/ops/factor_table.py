@@ -1,11 +1,13 @@
-"""Where each factor of each resident adapter lies, as kernels read it: the device mirror of the adapter table.
+"""Where each factor of each resident adapter lies, as kernels read it: the device mirror of the adapter
+table.
 
 int64 addresses [slots, layers, 7, (A, B)] in elements from the pool's start, ranks int32 and scales float32
-[slots, layers, 7]. A factor that lies in one extent has its address; one that is split over pages has
--(1 + first) instead, and one address for each rank row in `row_list[first:]`. Vectors g and c have float32 element
-addresses in `vectors`. Reads no factor, owns no page: it is told by whoever publishes. A slot is written before any
-launch may name it and cleared after the last one (0x04E, 0x05E). Room for the addresses of split factors is taken when a
-slot is installed: where there is none, or a factor is cut in a way that kernels do not read, the load fails and no step.
+[slots, layers, 7]. A factor that lies in one extent has its address; one that is split over pages has -(1 +
+first) instead, and one address for each rank row in `row_list[first:]`. Vectors g and c have float32 element
+addresses in `vectors`. Reads no factor, owns no page: it is told by whoever publishes. A slot is written
+before any launch may name it and cleared after the last one (0x04E, 0x05E). Room for the addresses of split
+factors is taken when a slot is installed: where there is none, or a factor is cut in a way that kernels do
+not read, the load fails and no step.
 
 Specification: 0x06E (ranks against extents), rulings "One page pool".
 """
@@ -31,14 +33,20 @@ MAX_SPLIT_ROWS: Final = 1 << 22
 class FactorTable:
     """Device arrays over `slots` adapter slots; slot 0 stays empty.
 
-    d_in, d_out: dimensions of the seven modules. itemsize: bytes of a factor element. split_rows: room for the rank
-    rows of factors that are split over pages. Raises `operator_layout`, `operator_rank_unsupported`.
+    d_in, d_out: dimensions of the seven modules. itemsize: bytes of a factor element. split_rows: room for
+    the rank rows of factors that are split over pages. Raises `operator_layout`, `operator_rank_unsupported`.
     """
 
     def __init__(
-        self, slots: int, layers: int, d_in: Sequence[int], d_out: Sequence[int], itemsize: int,
-        device: torch.device, split_rows: int = MAX_SPLIT_ROWS,
-    ) -> None:  # fmt: skip
+        self,
+        slots: int,
+        layers: int,
+        d_in: Sequence[int],
+        d_out: Sequence[int],
+        itemsize: int,
+        device: torch.device,
+        split_rows: int = MAX_SPLIT_ROWS,
+    ) -> None:
         if len(d_in) != MODULES or len(d_out) != MODULES:
             raise InternalFault(
                 ErrorCode.OPERATOR_LAYOUT,
@@ -64,20 +72,29 @@ class FactorTable:
 
     @classmethod
     def mirror_of(cls, table: AdapterTable, split_rows: int | None = None) -> FactorTable:
-        """The mirror of an adapter table from now on; `sync` fills it. split_rows: None for what the table's pool can hold."""
+        """The mirror of an adapter table from now on; `sync` fills it. split_rows: None for what the table's
+        pool can hold.
+        """
         if split_rows is None:  # a factor of at most MAX_RANK rows is split only where it fills a page
             split_rows = min(table.pool.shape[0] * MAX_RANK, MAX_SPLIT_ROWS)
         dims = table.modules.dims
         shapes = [dims.get(module, (1, 1)) for module in LAYER_MODULES]
         mirror = cls(
-            table.max_slots, table.modules.layers, [d_in for d_in, _ in shapes], [d_out for _, d_out in shapes],
-            table.dtype.itemsize, table.pool.device, split_rows,
-        )  # fmt: skip
+            table.max_slots,
+            table.modules.layers,
+            [d_in for d_in, _ in shapes],
+            [d_out for _, d_out in shapes],
+            table.dtype.itemsize,
+            table.pool.device,
+            split_rows,
+        )
         table.watch(mirror)
         return mirror
 
     def installed(self, slot: int, resident: ResidentAdapter) -> None:
-        """Work out the entry of a slot that is being installed and take its room; raises `operator_layout`, with nothing changed."""
+        """Work out the entry of a slot that is being installed and take its room; raises `operator_layout`,
+        with nothing changed.
+        """
         entry = self._entry(read_factors(resident))
         free, held = list(self._free), self._held.pop(slot, None)
         if held is not None:
@@ -92,7 +109,9 @@ class FactorTable:
         self._installed[slot] = entry
 
     def emptied(self, slot: int) -> None:
-        """Give the room of a slot back that was retired, or was never published. Its entry is cleared by the next `sync`."""
+        """Give the room of a slot back that was retired, or was never published. Its entry is cleared by the
+        next `sync`.
+        """
         self._installed.pop(slot, None)
         if slot in self._held:
             self._give_back(*self._held.pop(slot))

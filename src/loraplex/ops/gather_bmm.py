@@ -1,8 +1,9 @@
-"""Gather and batched product: rows are bucketed by true rank, their factors gathered into one batch for each bucket.
+"""Gather and batched product: rows are bucketed by true rank, their factors gathered into one batch for each
+bucket.
 
-The rank-bucketed path of 0x06C and 0x06E: every launch has one fixed rank, buckets in increasing rank, results
-scattered by row. Factors are copied once for each row, which is what makes it slow and simple. Specification: 0x02H,
-0x06D "buckets by rank".
+The rank-bucketed path of 0x06C and 0x06E: every launch has one fixed rank, buckets in increasing rank,
+results scattered by row. Factors are copied once for each row, which is what makes it slow and simple.
+Specification: 0x02H, 0x06D "buckets by rank".
 """
 
 from __future__ import annotations

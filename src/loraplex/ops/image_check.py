@@ -1,8 +1,8 @@
 """Checks an adapter image against the model and the pool before anything reads through it.
 
 Owns the invariant that extents, ranks and dimensions agree (0x06E "validate rank table against factor/page
-extents"). It runs between two steps, so tables are taken by columns in a few passes, and are sorted only where a writer
-did not leave them in canonical order. Never touches factor bytes.
+extents"). It runs between two steps, so tables are taken by columns in a few passes, and are sorted only
+where a writer did not leave them in canonical order. Never touches factor bytes.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ LAYER, MODULE, FACTOR, RANK_LO, RANK_N, COL_LO, COL_N, PAGE, OFFSET = range(EXTE
 class CheckedImage:
     """The tables of an image that passed: sorted, widened, and cross-indexed.
 
-    modules: int32 [n, 5] sorted by (layer, module). index: int32 [layers, modules] -> row of `modules`, or -1.
-    extents: int64 [e, 9], its columns contiguous, sorted by (layer, module, factor, col_lo, rank_lo). spans: int64 [n, factors, 2]: first
-    extent and number of extents of each factor.
+    modules: int32 [n, 5] sorted by (layer, module). index: int32 [layers, modules] -> row of `modules`, or
+    -1. extents: int64 [e, 9], its columns contiguous, sorted by (layer, module, factor, col_lo, rank_lo).
+    spans: int64 [n, factors, 2]: first extent and number of extents of each factor.
     """
 
     modules: I32
@@ -68,7 +68,8 @@ def check_image(
 ) -> CheckedImage:
     """The image's tables in canonical order; raises `operator_layout` or `operator_rank_unsupported`.
 
-    itemsize: bytes of a factor element of the table. page_bytes: of a page, or of the block that the image lies in. page_count: pages that were set aside for the image.
+    itemsize: bytes of a factor element of the table. page_bytes: of a page, or of the block that the image
+    lies in. page_count: pages that were set aside for the image.
     """
     if image.itemsize != itemsize:
         raise _refuse(f"its factors have {image.itemsize} bytes an element, the table {itemsize}")
@@ -89,7 +90,9 @@ def check_image(
 
 
 def _widths(dims: ModuleDims) -> I64:
-    """Columns of each factor of each module, int64 [modules, factors]; 0 where the model does not have the module."""
+    """Columns of each factor of each module, int64 [modules, factors]; 0 where the model does not have the
+    module.
+    """
     widths = np.zeros((MODULES, FACTORS), dtype=np.int64)
     for module, (d_in, d_out) in dims.dims.items():
         widths[module] = d_in, d_out, d_in, d_out, d_out  # A, B, h, g, c
@@ -131,8 +134,9 @@ def _check_modules(raw: I32, dims: ModuleDims, widths: I64) -> I32:
 
 
 def _by_factor(raw: I32, index: I32, dims: ModuleDims) -> tuple[I64, I64, Bounds]:
-    """The extents as columns, int64 [9, e], in canonical order; row of the module table * factors + factor of each; and
-    the columns' bounds."""
+    """The extents as columns, int64 [9, e], in canonical order; row of the module table * factors + factor of
+    each; and the columns' bounds.
+    """
     if raw.ndim != 2 or raw.shape[1] != EXTENT_COLUMNS:
         raise _refuse(f"its extent table has shape {raw.shape}, expected [n, {EXTENT_COLUMNS}]")
     columns: I64 = raw.T.astype(np.int64, order="C")
@@ -151,7 +155,9 @@ def _by_factor(raw: I32, index: I32, dims: ModuleDims) -> tuple[I64, I64, Bounds
 
 
 def _check_tiling(modules: I32, extents: I64, key: I64, bounds: Bounds, widths: I64) -> I64:
-    """The extents of each factor tile it exactly, and each module has what its rank and its vectors say; the spans."""
+    """The extents of each factor tile it exactly, and each module has what its rank and its vectors say; the
+    spans.
+    """
     low, _ = bounds
     if low[RANK_N] < 1 or low[COL_N] < 1:
         raise _refuse("an extent is empty")
@@ -189,7 +195,8 @@ def _incomplete(modules: I32, present: npt.NDArray[np.uint8]) -> InternalFault:
 
 
 def _tiles(extents: I64, first: npt.NDArray[np.bool_], rows: I64, cols: I64) -> bool:
-    """Whether each factor's extents are column tiles from 0, each with its rank runs from 0, up to the factor's end.
+    """Whether each factor's extents are column tiles from 0, each with its rank runs from 0, up to the
+    factor's end.
 
     first: which extents begin a factor. rows, cols: of the factor that each extent is part of.
     """
@@ -221,8 +228,8 @@ def _check_bytes(extents: I64, bounds: Bounds, itemsize: int, page_bytes: int, p
         )
     if (start & (EXTENT_ALIGN_BYTES - 1)).any():
         raise _refuse(f"an extent does not start at a multiple of {EXTENT_ALIGN_BYTES} bytes")
-    # None is empty and none leaves its page, so they are apart if and only if, counted from the image's beginning, as
-    # many of them have ended before the n-th begins as have begun.
+    # None is empty and none leaves its page, so they are apart if and only if, counted from the image's
+    # beginning, as many of them have ended before the n-th begins as have begun.
     begins = extents[PAGE] * page_bytes + start
     ends = np.sort(begins + nbytes)
     begins.sort()

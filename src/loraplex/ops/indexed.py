@@ -1,7 +1,7 @@
 """Indexed segments: stable grouped row indices address x and y; rows stay in packed order.
 
-Active rows are gathered once for a call, each group is a slice of the gathered matrix, and one scatter through the
-same indices returns the results. Specification: 0x02D "Indexed rows", 0x02E.
+Active rows are gathered once for a call, each group is a slice of the gathered matrix, and one scatter
+through the same indices returns the results. Specification: 0x02D "Indexed rows", 0x02E.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@ Per row, with the adapter bound to it by the plan,
 
     y = g * ((x * h) W^T + b + s (x A^T) B^T) + c
 
-The model computes `(x * h) W^T + b` with its dense projection, b being the base's own bias where it has one; an operator
-supplies the rest in place, and c is relative to that (`identity.kernel.CONSTANT`). Rows of the base (adapter slot 0) are
-never written. Factors are read where they lie, in the page pool.
+The model computes `(x * h) W^T + b` with its dense projection, b being the base's own bias where it has one;
+an operator supplies the rest in place, and c is relative to that (`identity.kernel.CONSTANT`). Rows of the
+base (adapter slot 0) are never written. Factors are read where they lie, in the page pool.
 
-Numbers: sums run in float32, `Z = x A^T` is rounded once to the model's dtype, the scale stays float32, and y is read,
-updated in float32 and rounded once.
+Numbers: sums run in float32, `Z = x A^T` is rounded once to the model's dtype, the scale stays float32, and y
+is read, updated in float32 and rounded once.
 
-This module never chooses a family (`dispatch`) and never owns memory (`table`). Specification: 0x02, 0x02F, 0x06C;
-rulings "Operators".
+This module never chooses a family (`dispatch`) and never owns memory (`table`). Specification: 0x02, 0x02F,
+0x06C; rulings "Operators".
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class RowSet(IntEnum):
 class AdapterOps(Protocol):
     """The adapter branch of one plan. Made once for each step by `dispatch.make_operator`.
 
-    Every method raises `InternalFault`: `operator_layout` where shapes, strides or dtypes disagree with the table,
-    `operator_plan_unsupported` or `operator_rank_unsupported` where the family cannot serve the plan.
+    Every method raises `InternalFault`: `operator_layout` where shapes, strides or dtypes disagree with the
+    table, `operator_plan_unsupported` or `operator_rank_unsupported` where the family cannot serve the plan.
     """
 
     @property
@@ -59,15 +59,17 @@ class AdapterOps(Protocol):
     ) -> torch.Tensor:
         """`x * h` for the dense projection of one module.
 
-        x: [rows, d_in] of the model's dtype. Returns x itself when no row has an `h` here, so
-        that a fused projection is split only where `scale_input(x, ...) is not x`; else a new tensor, rounded once.
+        x: [rows, d_in] of the model's dtype. Returns x itself when no row has an `h` here, so that a fused
+        projection is split only where `scale_input(x, ...) is not x`; else a new tensor, rounded once.
         """
         ...
 
     def ahead(
         self, x: torch.Tensor, layer: int, modules: tuple[Module, ...], rows: RowSet = RowSet.ALL
     ) -> None:
-        """Called with `apply`'s arguments before the dense projection, so that work may run beside it; x is final."""
+        """Called with `apply`'s arguments before the dense projection, so that work may run beside it; x is
+        final.
+        """
         ...
 
     def apply(
@@ -80,9 +82,9 @@ class AdapterOps(Protocol):
     ) -> None:
         """Add the low-rank update, then apply g and c, in place into y.
 
-        y: [rows, sum of d_out of `modules`], their outputs side by side in the order given; x: [rows, d_in], the
-        input before `h`. Both of the model's dtype with unit column stride. One call serves q, k and v, or gate and
-        up. Layer is 0 for the head.
+        y: [rows, sum of d_out of `modules`], their outputs side by side in the order given; x: [rows, d_in],
+        the input before `h`. Both of the model's dtype with unit column stride. One call serves q, k and v,
+        or gate and up. Layer is 0 for the head.
         """
         ...
 

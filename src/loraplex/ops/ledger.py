@@ -1,7 +1,8 @@
-"""What a plan's adapter branch amounts to: rank-row values, multiply-adds and bytes, and how it is spread over phases.
+"""What a plan's adapter branch amounts to: rank-row values, multiply-adds and bytes, and how it is spread
+over phases.
 
-Counts logical work from the plan and ranks alone; predicts no latency and measures nothing. Exact integers and
-fractions. Specification: 0x03F (fragmentation by phase), 0x06B (true and padded rank).
+Counts logical work from the plan and ranks alone; predicts no latency and measures nothing. Exact integers
+and fractions. Specification: 0x03F (fragmentation by phase), 0x06B (true and padded rank).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class RankLedger:
-    """One projection of one iteration. true_rank_rows: sum of ranks over active rows; executed_rank_rows: what runs."""
+    """One projection of one iteration. true_rank_rows: sum of ranks over active rows; executed_rank_rows:
+    what runs.
+    """
 
     active_rows: int
     true_rank_rows: int
@@ -58,7 +61,9 @@ def rank_ledger(ranks: I32, d_in: int, d_out: int, physical_rank: int | None = N
 
 
 def branch_bytes(ranks_by_slot: dict[int, int], rows: int, d_in: int, d_out: int, itemsize: int) -> int:
-    """Bytes that the branch of one projection must move: factors once, x read, y read and written for each row."""
+    """Bytes that the branch of one projection must move: factors once, x read, y read and written for each
+    row.
+    """
     return factor_bytes(ranks_by_slot, d_in, d_out, itemsize) + rows * (d_in + 2 * d_out) * itemsize
 
 
@@ -71,8 +76,8 @@ def factor_bytes(ranks_by_slot: dict[int, int], d_in: int, d_out: int, itemsize:
 class PhaseLedger:
     """Adapter rows of one phase.
 
-    rows, requests: with an adapter. concentration: of the most popular one, 0 if none. by_adapter: adapter slot ->
-    (rows, requests). ranks: rank -> rows, empty where no ranks were given.
+    rows, requests: with an adapter. concentration: of the most popular one, 0 if none. by_adapter: adapter
+    slot -> (rows, requests). ranks: rank -> rows, empty where no ranks were given.
     """
 
     rows: int
@@ -95,7 +100,9 @@ class IterationLedger:
 
 
 def iteration_ledger(plan: BatchPlan, ranks: I32 | None = None) -> IterationLedger:
-    """How the adapter rows of a plan are spread (0x03F). ranks: int32 [slots], the rank of one module by adapter slot."""
+    """How the adapter rows of a plan are spread (0x03F). ranks: int32 [slots], the rank of one module by
+    adapter slot.
+    """
     slots, rows = plan.requests.adapter_slot, plan.requests.rows
     in_prefill = np.arange(slots.size) < plan.prefills
     order = np.argsort(plan.requests.scheduler_index, kind="stable")

@@ -1,7 +1,7 @@
 """The adapter part of a plan seen from one row set: which rows run which slot, as segments and as groups.
 
-Owns nothing of the plan: all packed rows are taken from it as they are; for the head's rows the same maps are derived
-from its `logit_rows`. Specification: 0x02C, 0x02D, 0x03C.
+Owns nothing of the plan: all packed rows are taken from it as they are; for the head's rows the same maps are
+derived from its `logit_rows`. Specification: 0x02C, 0x02D, 0x03C.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ I32 = npt.NDArray[np.int32]
 class RowGroups:
     """Row ownership of one row set of `rows` rows.
 
-    adapters: int32 [rows] slot of each row. group_rows [Na], group_offsets [G + 1], group_adapters [G]: active rows
-    stably grouped by slot, base left out. segment_offsets [K + 1], segment_adapters [K]: contiguous runs, base
-    included. doff: first decode row.
+    adapters: int32 [rows] slot of each row. group_rows [Na], group_offsets [G + 1], group_adapters [G]:
+    active rows stably grouped by slot, base left out. segment_offsets [K + 1], segment_adapters [K]:
+    contiguous runs, base included. doff: first decode row.
     """
 
     rows: int

@@ -1,8 +1,9 @@
-"""Contiguous segments: each run of rows with one adapter is a slice of x and y; nothing is gathered or scattered.
+"""Contiguous segments: each run of rows with one adapter is a slice of x and y; nothing is gathered or
+scattered.
 
-A run may cross `doff` and request boundaries: adapter identity is all that matters to a projection (0x03B). The same
-adapter may own several runs and its factors are then read once for each. Specification: 0x02B, 0x02D "Contiguous
-intervals".
+A run may cross `doff` and request boundaries: adapter identity is all that matters to a projection (0x03B).
+The same adapter may own several runs and its factors are then read once for each. Specification: 0x02B, 0x02D
+"Contiguous intervals".
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stacked ranks: the rank rows of all active adapters in one product, a block mask keeps each row to its own.
 
-With a physical rank, each adapter gets that many rows and its tail is zero: the padded indexed path of 0x06A and 0x06C,
-which refuses ranks that do not fit. Without one, adapters are stacked at true rank. Few large products instead of many
-small ones; factors are copied, and each row multiplies every adapter's.
+With a physical rank, each adapter gets that many rows and its tail is zero: the padded indexed path of 0x06A
+and 0x06C, which refuses ranks that do not fit. Without one, adapters are stacked at true rank. Few large
+products instead of many small ones; factors are copied, and each row multiplies every adapter's.
 Specification: 0x06A, 0x06D "padding to a maximum".
 """
 

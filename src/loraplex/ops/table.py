@@ -1,9 +1,11 @@
 """The device's view of resident adapters: which bytes of the page pool are which factor of which slot.
 
-Owns the row-table directory: slot -> extents, ranks, scales and published generation. Copies no factor, chooses no
-page and no slot: it is told. Only bytes inside the extents of a published adapter are ever read by an operator.
+Owns the row-table directory: slot -> extents, ranks, scales and published generation. Copies no factor,
+chooses no page and no slot: it is told. Only bytes inside the extents of a published adapter are ever read by
+an operator.
 
-A slot's life: empty -> installed (pages named, tables checked) -> published (usable, with a generation) -> empty.
+A slot's life: empty -> installed (pages named, tables checked) -> published (usable, with a generation) ->
+empty.
 
 Specification: 0x04E (publish after validation), 0x05E, 0x06E (launch snapshot); rulings "One page pool".
 """
@@ -63,7 +65,9 @@ class FactorPiece:
 
 @dataclass(frozen=True, slots=True)
 class ResidentModule:
-    """One adapted module as views: rank (0: vectors only), scale, pieces of A [r, d_in], B^T [r, d_out], h, g, c."""
+    """One adapted module as views: rank (0: vectors only), scale, pieces of A [r, d_in], B^T [r, d_out], h,
+    g, c.
+    """
 
     rank: int
     scale: float
@@ -78,9 +82,9 @@ class ResidentModule:
 class ResidentAdapter:
     """The tables of one installed slot, for kernels that address the pool themselves, and views on demand.
 
-    index: int32 [layers, 9] -> row of the other tables, -1 where the module is not adapted. ranks: int32 [n]. scales:
-    float32 [n]. spans: int64 [n, 5, 2]: first extent and count of A, B, h, g, c. extents: int64 [e, 5], see
-    `EXTENT_WORDS`.
+    index: int32 [layers, 9] -> row of the other tables, -1 where the module is not adapted. ranks: int32 [n].
+    scales: float32 [n]. spans: int64 [n, 5, 2]: first extent and count of A, B, h, g, c. extents: int64 [e,
+    5], see `EXTENT_WORDS`.
     """
 
     pages: I64
@@ -147,8 +151,9 @@ class Mirror(Protocol):
 class AdapterTable:
     """Slots 1 to max_slots - 1 over one page pool; slot 0 is the base and stays empty.
 
-    pool: uint8 [pages, page_bytes], contiguous, page_bytes divisible by 8; never reallocated. dtype: of the factors,
-    the model's. modules: which modules exist and their dimensions on this shard. Raises `operator_layout`.
+    pool: uint8 [pages, page_bytes], contiguous, page_bytes divisible by 8; never reallocated. dtype: of the
+    factors, the model's. modules: which modules exist and their dimensions on this shard. Raises
+    `operator_layout`.
     """
 
     def __init__(self, pool: torch.Tensor, dtype: torch.dtype, max_slots: int, modules: ModuleDims) -> None:
@@ -193,11 +198,13 @@ class AdapterTable:
         size_class: int = 0,
         block: int = 0,
     ) -> None:
-        """Bind `slot` to pages that hold the image, in its page order. Reads no factor; nothing can use it yet.
+        """Bind `slot` to pages that hold the image, in its page order. Reads no factor; nothing can use it
+        yet.
 
-        size_class, block: above class 0, the image is this block of its one page, and of that page nothing else is its.
-        Raises `operator_layout` (also where a mirror has no room), `operator_rank_unsupported`, `plan_page_table` (a page that is null, outside the
-        pool or named twice, bytes that another slot holds), `stale_slot_generation` (the slot is still published).
+        size_class, block: above class 0, the image is this block of its one page, and of that page nothing
+        else is its. Raises `operator_layout` (also where a mirror has no room), `operator_rank_unsupported`,
+        `plan_page_table` (a page that is null, outside the pool or named twice, bytes that another slot
+        holds), `stale_slot_generation` (the slot is still published).
         """
         self._check_slot(slot)
         if self.published[slot]:
@@ -219,8 +226,9 @@ class AdapterTable:
         self.revision += 1
 
     def _checked(self, image: AdapterImage, width: int, pages: int) -> CheckedImage:
-        """`check_image`, whose answer is kept for images with the very same tables: adapters of one rank on the same modules
-        mostly have them, and looking them up costs a fraction."""
+        """`check_image`, whose answer is kept for images with the very same tables: adapters of one rank on
+        the same modules mostly have them, and looking them up costs a fraction.
+        """
         tables = (image.modules.tobytes(), image.extents.tobytes())
         shape = (
             image.itemsize,
@@ -239,14 +247,18 @@ class AdapterTable:
         return found
 
     def watch(self, mirror: Mirror) -> None:
-        """Tell a mirror of what is installed and emptied from now on, instead of an earlier one; raises as `installed` does."""
+        """Tell a mirror of what is installed and emptied from now on, instead of an earlier one; raises as
+        `installed` does.
+        """
         for slot, adapter in enumerate(self._adapters):
             if adapter is not None:
                 mirror.installed(slot, adapter)
         self._mirror = mirror
 
     def publish(self, slot: int, generation: int) -> None:
-        """Make an installed slot usable under a generation later than any it had; raises `stale_slot_generation`."""
+        """Make an installed slot usable under a generation later than any it had; raises
+        `stale_slot_generation`.
+        """
         self._check_slot(slot)
         if self._adapters[slot] is None or self.published[slot] or generation <= self._last[slot]:
             state = "is empty" if self._adapters[slot] is None else f"had generation {int(self._last[slot])}"
@@ -258,7 +270,8 @@ class AdapterTable:
         self.revision += 1
 
     def retire(self, slot: int, generation: int) -> None:
-        """Empty a slot; its pages may be reused. generation: the one it was published with, or is waiting to be.
+        """Empty a slot; its pages may be reused. generation: the one it was published with, or is waiting to
+        be.
 
         Raises `stale_slot_generation` where another generation is published or the slot is empty.
         """

@@ -1,7 +1,8 @@
-"""What the torch families share: layout checks, the outer loop over modules, vectors, and the embedding gather.
+"""What the torch families share: layout checks, the outer loop over modules, vectors, and the embedding
+gather.
 
-A family supplies `_module`, the low-rank update of one module; everything around it is the same for all of them.
-Specification: 0x02, 0x02F; rulings "Operators".
+A family supplies `_module`, the low-rank update of one module; everything around it is the same for all of
+them. Specification: 0x02, 0x02F; rulings "Operators".
 """
 
 from __future__ import annotations
@@ -174,7 +175,9 @@ class TorchOps:
     def _module(
         self, y: torch.Tensor, x: torch.Tensor, layer: int, module: Module, groups: RowGroups
     ) -> None:
-        """Add the branch of one module to y [rows, d_out] for x [rows, d_in]; families that fuse modules have none."""
+        """Add the branch of one module to y [rows, d_out] for x [rows, d_in]; families that fuse modules have
+        none.
+        """
         raise InternalFault(
             ErrorCode.OPERATOR_PLAN_UNSUPPORTED, f"{type(self).__name__} does not run modules one at a time"
         )

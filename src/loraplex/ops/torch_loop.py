@@ -1,7 +1,7 @@
 """Host loop: for each adapter, each phase apart, two small matrix products over in-place views.
 
-The plainest family, and the phase-split path of 0x06C: prefill rows and decode rows of one adapter are computed in
-separate products, as their separate shapes invite (0x03). Specification: 0x02A, 0x02H.
+The plainest family, and the phase-split path of 0x06C: prefill rows and decode rows of one adapter are
+computed in separate products, as their separate shapes invite (0x03). Specification: 0x02A, 0x02H.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""The adapter branch inside captured launches: the same for every mix, over static work lists, the shrink beside the GEMM.
+"""The adapter branch inside captured launches: the same for every mix, over static work lists, the shrink
+beside the GEMM.
 
-`TritonState.plan` fills the lists before a replay; here only launches are made, the same for every mix of adapters. A
-capture names the fused groups that it serves, so that adapters on attention alone do not pay for the feed-forward part.
+`TritonState.plan` fills the lists before a replay; here only launches are made, the same for every mix of
+adapters. A capture names the fused groups that it serves, so that adapters on attention alone do not pay for
+the feed-forward part.
 
-Measured: docs/notes/cuda-operators.md ("Added time per layer"). Specification: 0x02H, 0x06E; rulings "Operators".
+Measured: docs/notes/cuda-operators.md ("Added time per layer"). Specification: 0x02H, 0x06E; rulings
+"Operators".
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from loraplex.ops.worklist import Phase
 class CapturedOps:
     """`AdapterOps` for capture.
 
-    groups: fused groups that are launched. phases: whose rows are served; the lists of all of them must be filled or
-    emptied before a replay. side: stream of the shrink of one phase, None: no overlap.
+    groups: fused groups that are launched. phases: whose rows are served; the lists of all of them must be
+    filled or emptied before a replay. side: stream of the shrink of one phase, None: no overlap.
     """
 
     active: Final = True

@@ -1,18 +1,20 @@
 """Triton kernels of the adapter branch: records, shrink, expand.
 
-A *record* says what one program needs: where a factor's bytes are, how many rows and ranks, where Z goes. Records of
-all layers are made once a step by `records_kernel`, so that in each layer one load stands between a program and its
-factor bytes. A fixed grid walks a work list; no grid, constexpr or buffer shape depends on the adapters of the batch.
+A *record* says what one program needs: where a factor's bytes are, how many rows and ranks, where Z goes.
+Records of all layers are made once a step by `records_kernel`, so that in each layer one load stands between
+a program and its factor bytes. A fixed grid walks a work list; no grid, constexpr or buffer shape depends on
+the adapters of the batch.
 
-`shrink_kernel` writes float32 partial sums of Z = X A^T, one per chunk of d_in. `expand_kernel` adds the partials in
-one order, rounds Z once, and adds s * Z B^T to Y in float32, rounded once. There are no atomics: one program owns each
-element of each buffer, and a row's result does not depend on the other rows.
+`shrink_kernel` writes float32 partial sums of Z = X A^T, one per chunk of d_in. `expand_kernel` adds the
+partials in one order, rounds Z once, and adds s * Z B^T to Y in float32, rounded once. There are no atomics:
+one program owns each element of each buffer, and a row's result does not depend on the other rows.
 
-Both kernels ask for factor bytes before they wait for the kernel in front of them (programmatic dependent launch):
-factors of a published adapter do not change while a step runs. X, Z and Y are read after the wait only.
+Both kernels ask for factor bytes before they wait for the kernel in front of them (programmatic dependent
+launch): factors of a published adapter do not change while a step runs. X, Z and Y are read after the wait
+only.
 
-Never here: choosing configurations (`triton_lora`), building work lists (`worklist`). Specification: 0x02E, 0x06C;
-rulings "Operators".
+Never here: choosing configurations (`triton_lora`), building work lists (`worklist`). Specification: 0x02E,
+0x06C; rulings "Operators".
 """
 # mypy: ignore-errors
 # Triton wants compile-time conditions apart from run-time ones.
@@ -37,12 +39,26 @@ SHRINK_WORDS = tl.constexpr(4)
 
 @triton.jit(do_not_specialize=["layers", "block_cap", "record_cap"])
 def records_kernel(
-    head_ptr, blocks_ptr, address_ptr, rank_ptr, scale_ptr, flags_ptr, max_rank_ptr,
-    meta_ptr, shrink_ptr, shrink64_ptr, expand_ptr, expand64_ptr,
-    layers, block_cap, record_cap,
-    D_IN: tl.constexpr, BASES: tl.constexpr,
-    TILE: tl.constexpr, MAX_TILES: tl.constexpr,
-):  # fmt: skip
+    head_ptr,
+    blocks_ptr,
+    address_ptr,
+    rank_ptr,
+    scale_ptr,
+    flags_ptr,
+    max_rank_ptr,
+    meta_ptr,
+    shrink_ptr,
+    shrink64_ptr,
+    expand_ptr,
+    expand64_ptr,
+    layers,
+    block_cap,
+    record_cap,
+    D_IN: tl.constexpr,
+    BASES: tl.constexpr,
+    TILE: tl.constexpr,
+    MAX_TILES: tl.constexpr,
+):
     """One program a (block, layer): writes the block's shrink and expand records of that layer.
 
     D_IN: d_in of the seven modules. BASES: where the record list of each module's group begins.
@@ -103,7 +119,9 @@ def _row_ids(rows16_ptr, row0, i, live, GATHER: tl.constexpr):
 
 @triton.jit
 def _rank_rows(list_ptr, base, list_at, rank, stride, live, ALIGNED: tl.constexpr):
-    """Element offsets [TILE] of the rank rows of a tile: one extent, or row by row where a factor is split over pages."""
+    """Element offsets [TILE] of the rank rows of a tile: one extent, or row by row where a factor is split
+    over pages.
+    """
     listed = tl.load(list_ptr + list_at + rank, mask=live & (list_at >= 0), other=0)
     offsets = tl.where(list_at >= 0, listed, base + rank * stride)
     if ALIGNED:
@@ -113,15 +131,34 @@ def _rank_rows(list_ptr, base, list_at, rank, stride, live, ALIGNED: tl.constexp
 
 @triton.jit(do_not_specialize=["record_cap"])
 def shrink_kernel(
-    x_ptr, pool_ptr, z_ptr, head_ptr, meta_ptr, meta16_ptr, record_ptr, record64_ptr, list_ptr,
-    x_stride, record_cap,
-    COUNT_AT: tl.constexpr, D_IN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
-    SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr, F32_DOT: tl.constexpr, PDL: tl.constexpr,
-    STAGES: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    pool_ptr,
+    z_ptr,
+    head_ptr,
+    meta_ptr,
+    meta16_ptr,
+    record_ptr,
+    record64_ptr,
+    list_ptr,
+    x_stride,
+    record_cap,
+    COUNT_AT: tl.constexpr,
+    D_IN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    STEPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    Z_SPLITS: tl.constexpr,
+    GATHER: tl.constexpr,
+    F32_DOT: tl.constexpr,
+    PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Z partials: z[row of Z, split, TILE] = sum over one chunk of d_in of x[row] * a[rank].
 
-    x [rows, D_IN]; pool: the page pool as elements; z float32 [*, Z_SPLITS, TILE]. Work item = record x split.
+    x [rows, D_IN]; pool: the page pool as elements; z float32 [*, Z_SPLITS, TILE]. Work item = record x
+    split.
     """
     item = tl.program_id(0)
     stride = tl.num_programs(0)
@@ -190,8 +227,8 @@ def shrink_kernel(
 def _add_product(acc, z, b, BM: tl.constexpr, F32_DOT: tl.constexpr):
     """acc + Z [BM, TILE] x B^T-tile [TILE, BN], both of the factors' type.
 
-    Small blocks are multiplied transposed, acc [BN, BM]: columns on the long side of the matrix instruction, so that
-    8 rows waste nothing.
+    Small blocks are multiplied transposed, acc [BN, BM]: columns on the long side of the matrix instruction,
+    so that 8 rows waste nothing.
     """
     if F32_DOT:
         z = z.to(tl.float32)
@@ -206,11 +243,11 @@ def _add_product(acc, z, b, BM: tl.constexpr, F32_DOT: tl.constexpr):
 @triton.jit
 def _z_tile(
     z_ptr, z_row, i, mine, Z_SPLITS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr
-):  # fmt: skip
+):
     """Z of one rank tile, [BM, TILE] float32: the partial sums added in one order.
 
-    Ranks beyond the true one hold what a shrink left there, so B's zeros must meet finite numbers: the shrink writes
-    whole tiles.
+    Ranks beyond the true one hold what a shrink left there, so B's zeros must meet finite numbers: the shrink
+    writes whole tiles.
     """
     rank = tl.arange(0, TILE)
     at = z_ptr + (z_row + i).to(tl.int64)[:, None] * (Z_SPLITS * TILE) + rank[None, :]
@@ -236,9 +273,19 @@ def _inside(rows, n, d_out, EVEN: tl.constexpr):
 
 @triton.jit
 def _b_tile(
-    pool_ptr, list_ptr, base, list_at, done, ranks, d_out, n, wanted, TILE: tl.constexpr, EVEN: tl.constexpr,
+    pool_ptr,
+    list_ptr,
+    base,
+    list_at,
+    done,
+    ranks,
+    d_out,
+    n,
+    wanted,
+    TILE: tl.constexpr,
+    EVEN: tl.constexpr,
     ALIGNED: tl.constexpr,
-):  # fmt: skip
+):
     """[TILE, BN] of B-transposed from rank row `done` on; zeros where there is none or it is not wanted."""
     rank = tl.arange(0, TILE)
     live = (rank < ranks - done) & wanted
@@ -249,7 +296,9 @@ def _b_tile(
 
 @triton.jit
 def _place(item, wide, run, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr):
-    """(block, module of the group, first tile, last tile) of an expand item; the first `wide` blocks go tile by tile."""
+    """(block, module of the group, first tile, last tile) of an expand item; the first `wide` blocks go tile
+    by tile.
+    """
     is_wide = item < wide * (T0 + T1 + T2)
     length = tl.where(is_wide, 1, run)
     runs0 = tl.cdiv(T0, length)
@@ -301,18 +350,41 @@ def _expand_block(blocks_ptr, blocks16_ptr, block, module, i, BM: tl.constexpr, 
 
 @triton.jit
 def expand_kernel(
-    y_ptr, pool_ptr, pool32_ptr, z_ptr, head_ptr, blocks_ptr, blocks16_ptr, record_ptr, record64_ptr, list_ptr,
-    vector_ptr, y_stride,
-    M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, FIRST_MODULE: tl.constexpr, WIDE_AT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr,
-    F32_DOT: tl.constexpr, PDL: tl.constexpr, VECTORS: tl.constexpr, TILE: tl.constexpr, MAX_RUN: tl.constexpr,
-):  # fmt: skip
+    y_ptr,
+    pool_ptr,
+    pool32_ptr,
+    z_ptr,
+    head_ptr,
+    blocks_ptr,
+    blocks16_ptr,
+    record_ptr,
+    record64_ptr,
+    list_ptr,
+    vector_ptr,
+    y_stride,
+    M0: tl.constexpr,
+    M1: tl.constexpr,
+    M2: tl.constexpr,
+    FIRST_MODULE: tl.constexpr,
+    WIDE_AT: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    Z_SPLITS: tl.constexpr,
+    GATHER: tl.constexpr,
+    F32_DOT: tl.constexpr,
+    PDL: tl.constexpr,
+    VECTORS: tl.constexpr,
+    TILE: tl.constexpr,
+    MAX_RUN: tl.constexpr,
+):
     """y[row, slice] = g * (y + s * Z B^T) + c.
 
-    y [rows, M0 + M1 + M2]: outputs of up to three modules side by side. Work item = block x run of column tiles of one
-    module. Runs are as long as the grid stays full (at most MAX_RUN tiles): Z is added up once for many columns where
-    there is much to do, and work spreads where there is little. Blocks with several rank tiles, the first ones, go tile
-    by tile. Columns are independent: the length of a run changes no result.
+    y [rows, M0 + M1 + M2]: outputs of up to three modules side by side. Work item = block x run of column
+    tiles of one module. Runs are as long as the grid stays full (at most MAX_RUN tiles): Z is added up once
+    for many columns where there is much to do, and work spreads where there is little. Blocks with several
+    rank tiles, the first ones, go tile by tile. Columns are independent: the length of a run changes no
+    result.
     """
     T0: tl.constexpr = (M0 + BN - 1) // BN
     T1: tl.constexpr = (M1 + BN - 1) // BN

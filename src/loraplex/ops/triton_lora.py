@@ -1,12 +1,14 @@
-"""The adapter branch on CUDA: Y[rows, slice] += s (X A^T) B^T for every adapter of a step, one launch pair a group.
+"""The adapter branch on CUDA: Y[rows, slice] += s (X A^T) B^T for every adapter of a step, one launch pair a
+group.
 
-A `LoraStep` owns the device buffers of one phase (decode or prefill). Once a step `prepare` sends the work list and
-fills in the addresses of all layers; then each layer calls `shrink_expand` for q-k-v, o, gate-up and down, or `shrink`
-and `expand` apart, so that the shrink can run beside the base GEMM. Grids, constexprs and buffers depend on the
-model's shapes, the phase and the tuning only, so one captured graph serves every mix of adapters and ranks.
+A `LoraStep` owns the device buffers of one phase (decode or prefill). Once a step `prepare` sends the work
+list and fills in the addresses of all layers; then each layer calls `shrink_expand` for q-k-v, o, gate-up and
+down, or `shrink` and `expand` apart, so that the shrink can run beside the base GEMM. Grids, constexprs and
+buffers depend on the model's shapes, the phase and the tuning only, so one captured graph serves every mix of
+adapters and ranks.
 
-Never here: which rows belong to which adapter (`worklist`), where factors lie (`factor_table`), which family serves a
-plan (`dispatch`). Specification: 0x02, 0x06; rulings "Operators"; benchmarks.
+Never here: which rows belong to which adapter (`worklist`), where factors lie (`factor_table`), which family
+serves a plan (`dispatch`). Specification: 0x02, 0x06; rulings "Operators"; benchmarks.
 """
 
 from __future__ import annotations
@@ -42,12 +44,13 @@ MODULES: Final = 7
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How one phase runs. Results are bitwise functions of `splits`, `chunk_floor`, `max_bk` and `rank_tile`, not of the rest.
+    """How one phase runs. Results are bitwise functions of `splits`, `chunk_floor`, `max_bk` and `rank_tile`,
+    not of the rest.
 
-    block_rows: rows of a block. splits: most chunks of d_in; chunk_floor: fewest elements of a chunk. max_bk: elements
-    loaded at once; a longer chunk is a loop with `stages` stages. bn: columns of an expand tile. *_warps, *_ctas: warps
-    of a program, programs of the grid for each multiprocessor. pdl: programmatic dependent launch. rank_tile: ranks of a
-    record. max_run: most column tiles of one expand program.
+    block_rows: rows of a block. splits: most chunks of d_in; chunk_floor: fewest elements of a chunk. max_bk:
+    elements loaded at once; a longer chunk is a loop with `stages` stages. bn: columns of an expand tile.
+    *_warps, *_ctas: warps of a program, programs of the grid for each multiprocessor. pdl: programmatic
+    dependent launch. rank_tile: ranks of a record. max_run: most column tiles of one expand program.
     """
 
     block_rows: int
@@ -66,18 +69,38 @@ class Tuning:
 
 
 DECODE: Final = Tuning(
-    block_rows=4, splits=16, chunk_floor=64, max_bk=256, bn=128, shrink_warps=1, expand_warps=1, shrink_ctas=16,
-    expand_ctas=8, stages=3,
-)  # fmt: skip
+    block_rows=4,
+    splits=16,
+    chunk_floor=64,
+    max_bk=256,
+    bn=128,
+    shrink_warps=1,
+    expand_warps=1,
+    shrink_ctas=16,
+    expand_ctas=8,
+    stages=3,
+)
 PREFILL: Final = Tuning(
-    block_rows=32, splits=2, chunk_floor=128, max_bk=128, bn=128, shrink_warps=4, expand_warps=4, shrink_ctas=3,
-    expand_ctas=16, stages=4, rank_tile=32, max_run=1,
-)  # fmt: skip
+    block_rows=32,
+    splits=2,
+    chunk_floor=128,
+    max_bk=128,
+    bn=128,
+    shrink_warps=4,
+    expand_warps=4,
+    shrink_ctas=3,
+    expand_ctas=16,
+    stages=4,
+    rank_tile=32,
+    max_run=1,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """How d_in is cut: `splits` chunks of `steps` loads of `bk` elements; partial sums are stored `z_splits` apart."""
+    """How d_in is cut: `splits` chunks of `steps` loads of `bk` elements; partial sums are stored `z_splits`
+    apart.
+    """
 
     bk: int
     steps: int
@@ -105,11 +128,17 @@ def shrink_constants(
 ) -> dict[str, Any]:
     """Constexprs and launch options of a group's shrink."""
     return {
-        "D_IN": d_in[GROUPS[group][0]], "BM": tuning.block_rows, "BK": cut.bk, "STEPS": cut.steps,
-        "SPLITS": cut.splits, "Z_SPLITS": cut.z_splits, "STAGES": tuning.stages,
-        "TILE": tuning.rank_tile, "num_warps": tuning.shrink_warps,
+        "D_IN": d_in[GROUPS[group][0]],
+        "BM": tuning.block_rows,
+        "BK": cut.bk,
+        "STEPS": cut.steps,
+        "SPLITS": cut.splits,
+        "Z_SPLITS": cut.z_splits,
+        "STAGES": tuning.stages,
+        "TILE": tuning.rank_tile,
+        "num_warps": tuning.shrink_warps,
         **_common(phase, tuning, interpreted),
-    }  # fmt: skip
+    }
 
 
 def expand_constants(
@@ -119,11 +148,19 @@ def expand_constants(
     first, last = GROUPS[group]
     widths = [*d_out[first:last], 0, 0][:3]
     return {
-        "M0": widths[0], "M1": widths[1], "M2": widths[2], "BM": tuning.block_rows, "BN": tuning.bn,
-        "SPLITS": cut.splits, "Z_SPLITS": cut.z_splits, "VECTORS": True,
-        "TILE": tuning.rank_tile, "MAX_RUN": tuning.max_run, "num_warps": tuning.expand_warps,
+        "M0": widths[0],
+        "M1": widths[1],
+        "M2": widths[2],
+        "BM": tuning.block_rows,
+        "BN": tuning.bn,
+        "SPLITS": cut.splits,
+        "Z_SPLITS": cut.z_splits,
+        "VECTORS": True,
+        "TILE": tuning.rank_tile,
+        "MAX_RUN": tuning.max_run,
+        "num_warps": tuning.expand_warps,
         **_common(phase, tuning, interpreted),
-    }  # fmt: skip
+    }
 
 
 def capacity(phase: Phase, rows: int, runs: int, max_rank: int, tuning: Tuning) -> Capacity:
@@ -152,15 +189,24 @@ def module_bases(records: Sequence[int]) -> tuple[int, ...]:
 class LoraStep:
     """Device buffers and launches of one phase.
 
-    table: where factors lie. pool: the page pool, uint8, contiguous. dtype: of X, Y and the factors. rows: most rows of
-    the phase in a step; runs: most adapter runs (prefill). max_rank: largest rank that the buffers have room for.
-    All calls are enqueued on the current stream; Z is shared by the groups, so at most one pair is in flight.
+    table: where factors lie. pool: the page pool, uint8, contiguous. dtype: of X, Y and the factors. rows:
+    most rows of the phase in a step; runs: most adapter runs (prefill). max_rank: largest rank that the
+    buffers have room for. All calls are enqueued on the current stream; Z is shared by the groups, so at most
+    one pair is in flight.
     """
 
     def __init__(
-        self, table: FactorTable, pool: torch.Tensor, dtype: torch.dtype, phase: Phase, rows: int,
-        runs: int = 0, max_rank: int = MAX_RANK, tuning: Tuning | None = None, multiprocessors: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        table: FactorTable,
+        pool: torch.Tensor,
+        dtype: torch.dtype,
+        phase: Phase,
+        rows: int,
+        runs: int = 0,
+        max_rank: int = MAX_RANK,
+        tuning: Tuning | None = None,
+        multiprocessors: int = 0,
+    ) -> None:
         self.table, self.phase, self.dtype = table, phase, dtype
         self.tuning = tuning or (DECODE if phase is Phase.DECODE else PREFILL)
         flat = pool.view(-1)
@@ -210,13 +256,29 @@ class LoraStep:
         table = self.table
         grid = (self.room.blocks, table.layers)
         kernels.records_kernel[grid](
-            self.head, self.blocks, table.addresses, table.ranks, table.scales.view(torch.int32), table.flags,
-            table.max_ranks_device, self.meta, self.shrink_records, self.shrink_records.view(torch.int64), self.expand_records,
-            self.expand_records.view(torch.int64), table.layers, self.room.blocks, self.records,
-            D_IN=table.d_in, BASES=module_bases(self.room.records), TILE=self.tuning.rank_tile, MAX_TILES=MAX_RANK // self.tuning.rank_tile, num_warps=1,
-        )  # fmt: skip
-        # A shrink reads its records before it waits for the kernel in front of it; this one stands between and waits
-        # for the records itself.
+            self.head,
+            self.blocks,
+            table.addresses,
+            table.ranks,
+            table.scales.view(torch.int32),
+            table.flags,
+            table.max_ranks_device,
+            self.meta,
+            self.shrink_records,
+            self.shrink_records.view(torch.int64),
+            self.expand_records,
+            self.expand_records.view(torch.int64),
+            table.layers,
+            self.room.blocks,
+            self.records,
+            D_IN=table.d_in,
+            BASES=module_bases(self.room.records),
+            TILE=self.tuning.rank_tile,
+            MAX_TILES=MAX_RANK // self.tuning.rank_tile,
+            num_warps=1,
+        )
+        # A shrink reads its records before it waits for the kernel in front of it; this one stands between
+        # and waits for the records itself.
         self.fence.zero_()
 
     def prepare(self, work: WorkList) -> None:
@@ -237,24 +299,47 @@ class LoraStep:
         meta = self.meta[start : start + cap]
         records = self.shrink_records[layer, start : start + cap]
         kernels.shrink_kernel[(self.multiprocessors * self.tuning.shrink_ctas,)](
-            x, self.pool, self.z, self.head, meta, meta.view(torch.int16), records, records.view(torch.int64),
-            self.table.row_list, x.stride(0), cap, COUNT_AT=HEAD_RECORDS + group,
+            x,
+            self.pool,
+            self.z,
+            self.head,
+            meta,
+            meta.view(torch.int16),
+            records,
+            records.view(torch.int64),
+            self.table.row_list,
+            x.stride(0),
+            cap,
+            COUNT_AT=HEAD_RECORDS + group,
             **shrink_constants(self.table.d_in, group, cut, self.phase, self.tuning, self.interpreted),
-        )  # fmt: skip
+        )
 
     def expand(self, y: torch.Tensor, layer: int, group: int) -> None:
-        """Add s Z B^T to y, then g and c. y: [rows, sum of d_out], the group's modules side by side, in place."""
+        """Add s Z B^T to y, then g and c. y: [rows, sum of d_out], the group's modules side by side, in
+        place.
+        """
         first, last = GROUPS[group]
         self._check(y, sum(self.table.d_out[first:last]), layer)
         records = self.expand_records[layer]
         kernels.expand_kernel[(self.multiprocessors * self.tuning.expand_ctas,)](
-            y, self.pool, self.pool32, self.z, self.head, self.blocks, self.blocks.view(torch.int16), records,
-            records.view(torch.int64), self.table.row_list, self.table.vectors, y.stride(0),
-            FIRST_MODULE=first, WIDE_AT=HEAD_WIDE + group,
+            y,
+            self.pool,
+            self.pool32,
+            self.z,
+            self.head,
+            self.blocks,
+            self.blocks.view(torch.int16),
+            records,
+            records.view(torch.int64),
+            self.table.row_list,
+            self.table.vectors,
+            y.stride(0),
+            FIRST_MODULE=first,
+            WIDE_AT=HEAD_WIDE + group,
             **expand_constants(
                 self.table.d_out, group, self._chunks[group], self.phase, self.tuning, self.interpreted
             ),
-        )  # fmt: skip
+        )
 
     def _check(self, tensor: torch.Tensor, width: int, layer: int) -> None:
         if (
@@ -275,7 +360,9 @@ class LoraStep:
 
 
 def shrink_expand(y: torch.Tensor, x: torch.Tensor, step: LoraStep, layer: int, group: int) -> None:
-    """y[rows, slices] = g * (y + s (x A^T) B^T) + c for the adapter rows of the step; other rows keep their bits."""
+    """y[rows, slices] = g * (y + s (x A^T) B^T) + c for the adapter rows of the step; other rows keep their
+    bits.
+    """
     step.shrink(x, layer, group)
     step.expand(y, layer, group)
 

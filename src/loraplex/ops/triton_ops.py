@@ -1,8 +1,9 @@
 """The Triton family behind the operator interface: decoder layers by work lists, the rest by torch.
 
-Owns when device buffers are made and filled; the launches are `triton_lora`'s. The head, embedding adapters, input
-vectors h, and calls for a part of a fused group run through the segmented torch family, which reads the same pages.
-A step that is captured in a graph uses `TritonState` itself: `plan` outside the graph, `apply` inside.
+Owns when device buffers are made and filled; the launches are `triton_lora`'s. The head, embedding adapters,
+input vectors h, and calls for a part of a fused group run through the segmented torch family, which reads the
+same pages. A step that is captured in a graph uses `TritonState` itself: `plan` outside the graph, `apply`
+inside.
 
 Specification: 0x02H, 0x06E; rulings "Operators".
 """
@@ -31,8 +32,9 @@ from loraplex.ops.worklist import GROUPS, Phase
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What adapters need. groups: fused groups with any adapted module. rest: whether they need anything that the work
-    lists do not serve: head, embedding or input vectors."""
+    """What adapters need. groups: fused groups with any adapted module. rest: whether they need anything that
+    the work lists do not serve: head, embedding or input vectors.
+    """
 
     groups: frozenset[int]
     rest: bool
@@ -49,14 +51,18 @@ class Traits:
 class TritonState:
     """Mirror of the adapter table and the buffers of both phases, kept from step to step.
 
-    decode_rows, prefill_rows: rows that there is room for; `reserve` grows them, which must not happen while a captured
-    graph holds the old buffers. tunings: of prefill and decode, for tests.
+    decode_rows, prefill_rows: rows that there is room for; `reserve` grows them, which must not happen while
+    a captured graph holds the old buffers. tunings: of prefill and decode, for tests.
     """
 
     def __init__(
-        self, table: AdapterTable, decode_rows: int = 0, prefill_rows: int = 0, runs: int = 256,
+        self,
+        table: AdapterTable,
+        decode_rows: int = 0,
+        prefill_rows: int = 0,
+        runs: int = 256,
         tunings: tuple[Tuning, Tuning] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.table = table
         self.mirror = FactorTable.mirror_of(table)
         self.runs = runs
@@ -72,20 +78,29 @@ class TritonState:
         self.reserve(Phase.PREFILL, prefill_rows)
 
     def reserve(self, phase: Phase, rows: int, runs: int = 0) -> None:
-        """Make room for `rows` rows of a phase in at most `runs` adapter runs; does nothing where there is room."""
+        """Make room for `rows` rows of a phase in at most `runs` adapter runs; does nothing where there is
+        room.
+        """
         if rows <= self._rows[phase] and runs <= self.runs:
             return
         self.runs = max(runs, self.runs)
         self._rows[phase] = max(rows, 2 * self._rows[phase])
         self.steps[phase] = LoraStep(
-            self.mirror, self.table.pool, self.table.dtype, phase, self._rows[phase], self.runs,
+            self.mirror,
+            self.table.pool,
+            self.table.dtype,
+            phase,
+            self._rows[phase],
+            self.runs,
             tuning=None if self.tunings is None else self.tunings[phase],
-        )  # fmt: skip
+        )
 
     def plan(self, plan: BatchPlan, *, decode_first: bool = False) -> tuple[Phase, ...]:
         """Follow the table, send and fill the work lists of a plan; the phases that have adapter rows.
 
-        decode_first: decode rows lie before prefill rows, unlike in the plan. The list of a phase without any is emptied, so that captured launches over it add nothing. Does nothing where the last plan had the same rows and adapters, as most decode steps have.
+        decode_first: decode rows lie before prefill rows, unlike in the plan. The list of a phase without any
+        is emptied, so that captured launches over it add nothing. Does nothing where the last plan had the
+        same rows and adapters, as most decode steps have.
         """
         groups = (plan.group_rows, plan.group_offsets, plan.group_adapters)
         shifts = {Phase.PREFILL: plan.decodes, Phase.DECODE: -plan.doff} if decode_first else {}

@@ -1,9 +1,9 @@
 """The adapter part of a plan as the kernels read it: blocks of rows that share an adapter, ordered by work.
 
-A *block* is one adapter slot with up to `block_rows` rows of one phase: rows listed one by one in decode, consecutive
-rows in prefill. Each block states, for each of the seven modules, where its records and its rows of Z begin; both are
-prefix sums over true rank tiles, so mixed ranks cost what their bytes cost. Nothing here depends on a layer or an
-address: the device fills those in once a step (`triton_kernels.records_kernel`).
+A *block* is one adapter slot with up to `block_rows` rows of one phase: rows listed one by one in decode,
+consecutive rows in prefill. Each block states, for each of the seven modules, where its records and its rows
+of Z begin; both are prefix sums over true rank tiles, so mixed ranks cost what their bytes cost. Nothing here
+depends on a layer or an address: the device fills those in once a step (`triton_kernels.records_kernel`).
 
 Numpy only; made on the host, sent in one copy.
 Specification: 0x02C, 0x02D, 0x03C, 0x06B; rulings "Operators".
@@ -48,8 +48,9 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Room that the device buffers of one phase have. block_rows: rows of a full block (at most 16 in decode).
-    rank_tile: ranks that one record covers."""
+    """Room that the device buffers of one phase have. block_rows: rows of a full block (at most 16 in
+    decode). rank_tile: ranks that one record covers.
+    """
 
     phase: Phase
     block_rows: int
@@ -63,8 +64,9 @@ class Capacity:
 class WorkList:
     """One phase's blocks.
 
-    packed: int32 [16 + blocks * 32]: head, then blocks. The head holds the number of blocks, the number of shrink records
-    of each group, and for each group how many leading blocks hold all that have more than one rank tile. z_rows: rows of Z that the largest group writes.
+    packed: int32 [16 + blocks * 32]: head, then blocks. The head holds the number of blocks, the number of
+    shrink records of each group, and for each group how many leading blocks hold all that have more than one
+    rank tile. z_rows: rows of Z that the largest group writes.
     """
 
     packed: I32
@@ -82,8 +84,8 @@ def split_rows(
 ) -> tuple[I32, I32, I32]:
     """Cut grouped rows into blocks: (slot [B], first index into the kept rows [B + 1], kept rows [N]).
 
-    rows, offsets, slots: the plan's `group_rows`, `group_offsets`, `group_adapters`. Decode blocks are runs of up to
-    `block_rows` rows of one adapter; prefill blocks also end where rows stop being consecutive.
+    rows, offsets, slots: the plan's `group_rows`, `group_offsets`, `group_adapters`. Decode blocks are runs
+    of up to `block_rows` rows of one adapter; prefill blocks also end where rows stop being consecutive.
     """
     owner = np.repeat(slots, np.diff(offsets))
     keep = rows >= doff if phase is Phase.DECODE else rows < doff
@@ -108,9 +110,10 @@ def build(
 ) -> WorkList:
     """The work list of one phase of a plan.
 
-    rows, offsets, slots, doff: the plan's adapter groups. max_ranks: int32 [slots, 7], the largest rank of a module
-    over the layers. shift: how far behind its place in the plan a row lies. Raises `operator_plan_unsupported` where the device buffers have no room, `plan_groups` for a row
-    or slot out of range.
+    rows, offsets, slots, doff: the plan's adapter groups. max_ranks: int32 [slots, 7], the largest rank of a
+    module over the layers. shift: how far behind its place in the plan a row lies. Raises
+    `operator_plan_unsupported` where the device buffers have no room, `plan_groups` for a row or slot out of
+    range.
     """
     owner, bounds, kept = split_rows(rows, offsets, slots, doff, room.phase, room.block_rows)
     kept = kept + np.int32(shift)

@@ -1,7 +1,8 @@
-"""Says on standard error what a long command is doing: a spinner with its time on a terminal, plain lines elsewhere.
+"""Says on standard error what a long command is doing: a spinner with its time on a terminal, plain lines
+elsewhere.
 
-Nothing that takes minutes is silent: a plain line is repeated while its activity lasts. Results go to standard output and
-are not written here. Never decides what is done. Specification: interface "Command line".
+Nothing that takes minutes is silent: a plain line is repeated while its activity lasts. Results go to
+standard output and are not written here. Never decides what is done. Specification: interface "Command line".
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def activity(
 ) -> Iterator[Tell]:
     """A `Tell` until the block ends. stream: standard error by default.
 
-    live: draw on a terminal; False where others write to the same stream meanwhile. repeat_s: pause between plain lines.
+    live: draw on a terminal; False where others write to the same stream meanwhile. repeat_s: pause between
+    plain lines.
     """
     out = sys.stderr if stream is None else stream
     if not live or not out.isatty():

@@ -1,11 +1,14 @@
-"""The one life of a child process, from its parent's side: started, greeted, spoken to over its pipes, watched, ended.
+"""The one life of a child process, from its parent's side: started, greeted, spoken to over its pipes,
+watched, ended.
 
-A child is an interpreter that runs a module behind `child_boot.py`, which ties it to this process: it never outlives
-it. It is greeted with one order and answers that it is ready, or with the typed error for which it is not. It ignores
-signals to the group, is asked to end by `END_SIGNAL`, and is killed when it does not end within a grace.
+A child is an interpreter that runs a module behind `child_boot.py`, which ties it to this process: it never
+outlives it. It is greeted with one order and answers that it is ready, or with the typed error for which it
+is not. It ignores signals to the group, is asked to end by `END_SIGNAL`, and is killed when it does not end
+within a grace.
 
-`Child` waits in an event loop, `BlockingChild` in its caller's thread; nothing else tells them apart. Never restarts
-anything and knows nothing of engines. The child's own side is `process/parent.py`. Specification: rulings "Processes".
+`Child` waits in an event loop, `BlockingChild` in its caller's thread; nothing else tells them apart. Never
+restarts anything and knows nothing of engines. The child's own side is `process/parent.py`. Specification:
+rulings "Processes".
 """
 
 from __future__ import annotations
@@ -51,12 +54,16 @@ def _command(python: str | None, watch: str, target: str) -> list[str]:
 
 
 def _watch() -> str:
-    """What ties a child: the kernel counts the thread that started it as its parent, and only the main one lasts."""
+    """What ties a child: the kernel counts the thread that started it as its parent, and only the main one
+    lasts.
+    """
     return "thread" if threading.current_thread() is threading.main_thread() else "process"
 
 
 def _environment(defaults: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A child's environment: this process's and its import path. defaults: for what this process does not set."""
+    """A child's environment: this process's and its import path. defaults: for what this process does not
+    set.
+    """
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     return {**(defaults or {}), **os.environ, "PYTHONPATH": path}
 
@@ -185,7 +192,9 @@ class BlockingChild:
 
     @staticmethod
     def start_script(python: Path, script: Path, name: str) -> BlockingChild:
-        """Start a script under another interpreter, in a process group that ends with it. What it prints is lost."""
+        """Start a script under another interpreter, in a process group that ends with it. What it prints is
+        lost.
+        """
         return BlockingChild._started(_command(str(python), "group", str(script)), name, None)
 
     @staticmethod
@@ -264,7 +273,9 @@ class BlockingChild:
         return self.ended(grace_s)
 
     def ended(self, grace_s: float = GRACE_S) -> int:
-        """Exit status of a child that ends; one that does not within the grace is killed. Its pipes are closed."""
+        """Exit status of a child that ends; one that does not within the grace is killed. Its pipes are
+        closed.
+        """
         with suppress(BrokenPipeError):
             self._to.close()
         try:

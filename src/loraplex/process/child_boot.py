@@ -1,13 +1,13 @@
 """The first lines of every child process: they tie it to its parent, then run its module.
 
-Run as `python child_boot.py PARENT WATCH TARGET [arguments]`. TARGET is a module, or the path of a script; WATCH says
-what ties the child: `process`, `thread` where the thread that starts it also lasts as long as its process, `group`
-where the child leads a process group that ends with it. Imports nothing but what Python brings, so that the tie holds
-before anything heavy is read, and so that another interpreter can run it.
+Run as `python child_boot.py PARENT WATCH TARGET [arguments]`. TARGET is a module, or the path of a script;
+WATCH says what ties the child: `process`, `thread` where the thread that starts it also lasts as long as its
+process, `group` where the child leads a process group that ends with it. Imports nothing but what Python
+brings, so that the tie holds before anything heavy is read, and so that another interpreter can run it.
 
-A tied child ends when its parent ends, however that ended: a thread waits for the parent, and on Linux the kernel
-kills a child that cannot run. Interrupts and ends that a terminal or a service manager sends to a whole group are the
-parent's to act on. Specification: rulings "Processes".
+A tied child ends when its parent ends, however that ended: a thread waits for the parent, and on Linux the
+kernel kills a child that cannot run. Interrupts and ends that a terminal or a service manager sends to a
+whole group are the parent's to act on. Specification: rulings "Processes".
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The asynchronous client of an engine: requests out, tokens in, calls answered. One for each client process.
 
-Owns what is open. Every request ends exactly once: by the engine, by its reader, by its buffer's limit, or because the
-connection was lost; then its reader hears a typed error at once. Never waits for a reader and never tokenises.
+Owns what is open. Every request ends exactly once: by the engine, by its reader, by its buffer's limit, or
+because the connection was lost; then its reader hears a typed error at once. Never waits for a reader and
+never tokenises.
 
 Specification: rulings "Processes", "Text".
 """
@@ -178,7 +179,9 @@ class EngineClient:
         self._context.term()
 
     def submit(self, submits: Sequence[Submit]) -> RequestGroup:
-        """Send requests that one reader follows. Raises `duplicate_request`, `engine_unavailable`; then none was sent."""
+        """Send requests that one reader follows. Raises `duplicate_request`, `engine_unavailable`; then none
+        was sent.
+        """
         self._require_connection()
         ids = [submit.request_id for submit in submits]
         for request_id in ids:

@@ -1,7 +1,7 @@
 """The engine's process: builds an engine, steps it until told to end, reports to its parent.
 
-A child of the supervisor, which sends one `EngineStart` and then reads `EngineReport`s: that it is ready, and what it
-failed of. One thread runs Python here.
+A child of the supervisor, which sends one `EngineStart` and then reads `EngineReport`s: that it is ready, and
+what it failed of. One thread runs Python here.
 
 Specification: rulings "Processes".
 """
@@ -34,7 +34,8 @@ BUILDER = "loraplex.build.engine_build:build_engine"
 class EngineStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an engine process is to do.
 
-    endpoint: where its mailbox listens. builder: `module:function`. events: where its events are read, if anywhere.
+    endpoint: where its mailbox listens. builder: `module:function`. events: where its events are read, if
+    anywhere.
     """
 
     config: EngineConfig

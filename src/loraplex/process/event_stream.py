@@ -1,7 +1,8 @@
 """The event spine's way from an engine's process to the server's: a pipe that loses rather than waits.
 
-The server binds one endpoint for its life; each engine connects to it, so that counts go on over a restart. A frame
-carries one step's events and how many were lost before them: when the server does not read, the engine forgets.
+The server binds one endpoint for its life; each engine connects to it, so that counts go on over a restart. A
+frame carries one step's events and how many were lost before them: when the server does not read, the engine
+forgets.
 
 Owns no figures: who observes makes them.
 Specification: 0x09K, rulings "The plan" (figures are computed in the server).

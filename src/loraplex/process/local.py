@@ -16,7 +16,9 @@ T = TypeVar("T")
 
 
 class LocalMailbox:
-    """`core.ports.Mailbox` between an engine and its callers. Any thread may post; who steps the engine does the rest."""
+    """`core.ports.Mailbox` between an engine and its callers. Any thread may post; who steps the engine does
+    the rest.
+    """
 
     def __init__(self) -> None:
         self._inbox: deque[ToEngine] = deque()

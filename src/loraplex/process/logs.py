@@ -1,4 +1,5 @@
-"""Logging: one line for each event, for people or as JSON. Values go in as fields of the record, never into the text.
+"""Logging: one line for each event, for people or as JSON. Values go in as fields of the record, never into
+the text.
 
 Prompt text is never a field unless the operator asked for it. Specification: rulings "Processes".
 """

@@ -1,7 +1,7 @@
 """The child's side of a child process: its pipes to the parent, and the life that it leads there.
 
-A child receives one order, does its work, and exits. What keeps it from that is reported as a typed `Failed`, and a
-parent that is gone ends it. Never decides what the work is. Specification: rulings "Processes".
+A child receives one order, does its work, and exits. What keeps it from that is reported as a typed `Failed`,
+and a parent that is gone ends it. Never decides what the work is. Specification: rulings "Processes".
 """
 
 from __future__ import annotations

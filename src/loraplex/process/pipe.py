@@ -1,4 +1,5 @@
-"""What crosses the pipes between a parent and its child: length-prefixed frames, and the failure that a child reports.
+"""What crosses the pipes between a parent and its child: length-prefixed frames, and the failure that a child
+reports.
 
 Owns the form of a frame. Knows neither side's life. Specification: rulings "Processes".
 """

@@ -1,9 +1,10 @@
-"""Keeps one engine process alive: starts it, connects the client, watches it, restarts it with growing pauses.
+"""Keeps one engine process alive: starts it, connects the client, watches it, restarts it with growing
+pauses.
 
-Owns the life of the engine's process and the private folder of its socket. While there is no ready engine, requests are
-refused as `engine_unavailable`; when one dies, open requests end as `engine_died` at once. A restarted engine is
-`ready` only after `restore` has given it back what it knew. One that lives but does not answer is `stalled`: not ready,
-and ended if it stays so.
+Owns the life of the engine's process and the private folder of its socket. While there is no ready engine,
+requests are refused as `engine_unavailable`; when one dies, open requests end as `engine_died` at once. A
+restarted engine is `ready` only after `restore` has given it back what it knew. One that lives but does not
+answer is `stalled`: not ready, and ended if it stays so.
 
 Never decides what an engine is made of. Specification: rulings "Processes".
 """
@@ -39,11 +40,14 @@ from loraplex.process.workdir import private_folder, temporary_root
 _log: Final = logging.getLogger(__name__)
 MODULE: Final = "loraplex.process.engine_process"
 PATIENT_THREADS: Final = {"OMP_WAIT_POLICY": "passive"}
-"""OpenMP threads that wait asleep: a spinning one costs a step hundreds of milliseconds as soon as another process wants
-its core (docs/notes/cpu-operators.md). An operator's own setting stands."""
+"""OpenMP threads that wait asleep: a spinning one costs a step hundreds of milliseconds as soon as another
+process wants its core (docs/notes/cpu-operators.md). An operator's own setting stands.
+"""
 STOP_GRACE_S: Final = 5.0
 MAX_PAUSE_S: Final = 4.0
-"""An engine that does not stay up is tried again this often: what a start costs, and no longer than a caller retries."""
+"""An engine that does not stay up is tried again this often: what a start costs, and no longer than a caller
+retries.
+"""
 STEADY_S: Final = 60.0
 """An engine that lived this long was well: its death is not one in a row."""
 
@@ -52,8 +56,9 @@ STEADY_S: Final = 60.0
 class Patience:
     """How often the engine is asked whether it lives, how long it may take, and when it is given up. Seconds.
 
-    A step is never this long: the longest is one chunk of prefill. Nothing compiles once an engine is ready. A restart
-    does what the first start did, with warm caches: it may take `restart_times` as long, and `restart_least_s` at least.
+    A step is never this long: the longest is one chunk of prefill. Nothing compiles once an engine is ready.
+    A restart does what the first start did, with warm caches: it may take `restart_times` as long, and
+    `restart_least_s` at least.
     """
 
     ask_every_s: float = 5.0
@@ -74,7 +79,9 @@ class EngineStatus(StrEnum):
 
 
 def pause_s(failures: int) -> float:
-    """Pause before the restart that follows `failures` deaths in a row: at once, then half a second, then doubling."""
+    """Pause before the restart that follows `failures` deaths in a row: at once, then half a second, then
+    doubling.
+    """
     pause = 0.0 if failures <= 1 else 0.5
     for _ in range(failures - 2):
         if pause >= MAX_PAUSE_S:
@@ -102,9 +109,11 @@ class EngineSupervisor:
         pause: Callable[[int], float] = pause_s,
         patience: Patience = Patience(),
     ) -> None:
-        """restore: run with a connected client before a restarted engine counts as ready. pause: by failures in a row.
+        """restore: run with a connected client before a restarted engine counts as ready. pause: by failures
+        in a row.
 
-        `observe`, set before `start`, gets every engine's events in order, and how many are missing before them.
+        `observe`, set before `start`, gets every engine's events in order, and how many are missing before
+        them.
         """
         self.state = EngineStatus.STOPPED
         self.restore = restore

@@ -1,4 +1,6 @@
-"""Background tasks whose end somebody must hear of: nobody waits for them, so an error that ends one is logged."""
+"""Background tasks whose end somebody must hear of: nobody waits for them, so an error that ends one is
+logged.
+"""
 
 from __future__ import annotations
 

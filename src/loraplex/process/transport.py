@@ -1,10 +1,11 @@
 """Messages between the engine's process and its clients', over a ZeroMQ socket in a private folder.
 
-The engine's side is a ROUTER, each client a DEALER. One frame carries a list of messages, a step's answers to one
-client in one frame. Frames to a client are numbered, so that a client that was given up notices what it missed.
+The engine's side is a ROUTER, each client a DEALER. One frame carries a list of messages, a step's answers to
+one client in one frame. Frames to a client are numbered, so that a client that was given up notices what it
+missed.
 
-Owns who asked for what: two clients never see each other's answers, whatever ids they choose. Never blocks on a
-client: one whose frames are not taken, or that is gone, loses its requests and nobody else waits.
+Owns who asked for what: two clients never see each other's answers, whatever ids they choose. Never blocks on
+a client: one whose frames are not taken, or that is gone, loses its requests and nobody else waits.
 
 Specification: rulings "Processes".
 """
@@ -82,7 +83,9 @@ class _Peer:
 
 
 class ZmqMailbox:
-    """`core.ports.Mailbox` of an engine process. Its methods are called from one thread; `wake` also from signals."""
+    """`core.ports.Mailbox` of an engine process. Its methods are called from one thread; `wake` also from
+    signals.
+    """
 
     def __init__(
         self,
@@ -262,6 +265,8 @@ class ZmqMailbox:
         self._calls = {number: entry for number, entry in self._calls.items() if entry[0] is not peer}
 
     def _comfort_lost(self) -> None:
-        """Tell clients that were given up, once they take frames again: an empty frame whose number shows the gap."""
+        """Tell clients that were given up, once they take frames again: an empty frame whose number shows the
+        gap.
+        """
         for peer in [peer for peer in self._peers.values() if peer.lost]:
             self._send_frame(peer, [])

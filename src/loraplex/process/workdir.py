@@ -1,7 +1,8 @@
-"""A private folder for what a server keeps while it runs: adapter images. Gone with the server, however it ended.
+"""A private folder for what a server keeps while it runs: adapter images. Gone with the server, however it
+ended.
 
-A folder is locked by its owner. One whose lock is free belongs to a server that was killed, and the next start removes
-it. Never shared between servers.
+A folder is locked by its owner. One whose lock is free belongs to a server that was killed, and the next
+start removes it. Never shared between servers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A backend in a process of its own that gets nothing but packed plans; and the log of plans, with its replay.
+"""A backend in a process of its own that gets nothing but packed plans; and the log of plans, with its
+replay.
 
-Plans cross as their packed bytes, results come back as theirs. Adapter images are found by the digest that the plan
-names, in the image store; nothing else is shared. So a log of plans is all that it takes to run a session again.
+Plans cross as their packed bytes, results come back as theirs. Adapter images are found by the digest that
+the plan names, in the image store; nothing else is shared. So a log of plans is all that it takes to run a
+session again.
 
 Specification: architecture "The plan", rulings "Tests" (no decorative plan).
 """
@@ -34,7 +36,8 @@ class ProcessBackend:
     def __init__(self, config: EngineConfig, builder: str = RUNNER, base_abi: str | None = None) -> None:
         """Starts the child and waits until its backend is built; raises the typed error that this ended with.
 
-        builder: `module:function` that makes the child's backend from `config`. base_abi: H_base, if it is known.
+        builder: `module:function` that makes the child's backend from `config`. base_abi: H_base, if it is
+        known.
         """
         self._child = BlockingChild.start(MODULE, "the worker process")
         try:
@@ -73,7 +76,9 @@ class ProcessBackend:
 
 
 class PlanLog:
-    """A backend that writes every plan to a file before it passes it on: the plan that broke a backend is there."""
+    """A backend that writes every plan to a file before it passes it on: the plan that broke a backend is
+    there.
+    """
 
     def __init__(self, path: Path, backend: Backend) -> None:
         self._file = path.open("wb")

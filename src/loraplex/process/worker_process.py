@@ -1,10 +1,11 @@
-"""The worker's process: builds a backend, runs the packed plans that its parent sends, answers with packed results.
+"""The worker's process: builds a backend, runs the packed plans that its parent sends, answers with packed
+results.
 
-A child of `process.worker.ProcessBackend`, which sends one `WorkerStart`, reads that it is ready or why it is not, and
-then plans' results. It sees nothing of the control plane but plans.
+A child of `process.worker.ProcessBackend`, which sends one `WorkerStart`, reads that it is ready or why it is
+not, and then plans' results. It sees nothing of the control plane but plans.
 
-A thread does nothing but read: so plans are always taken, whatever a result waits for, and so the end of the parent is
-noticed during a long step too. Specification: architecture "The plan", rulings "Processes".
+A thread does nothing but read: so plans are always taken, whatever a result waits for, and so the end of the
+parent is noticed during a long step too. Specification: architecture "The plan", rulings "Processes".
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Phase-major packing: selected work becomes a `BatchPlan`.
 
-Owns the within-phase order and every map that undoes it; never decides what runs. Reordering is legal only inside a
-phase, because the inverse is recorded: samples come back in scheduler order whatever the packed order is. Everything
-is array arithmetic over the selected requests; nothing loops over rows.
+Owns the within-phase order and every map that undoes it; never decides what runs. Reordering is legal only
+inside a phase, because the inverse is recorded: samples come back in scheduler order whatever the packed
+order is. Everything is array arithmetic over the selected requests; nothing loops over rows.
 
 Specification: 0x02C, 0x02D, 0x03A to 0x03G.
 """
@@ -32,11 +32,12 @@ class Work:
     """Selected requests in scheduler order, N of them, as arrays.
 
     slot, incarnation, adapter_slot, adapter_generation, kv_start, rows, frontier [N] int32 as in
-    `BatchPlan.requests`. decode [N] bool: a one-row decode step; else a prefill chunk. samples [N] bool: the last row
-    samples a token (false for an unfinished chunk). logprobs, prompt_logprobs [N]: top entries wanted, -1 for none.
-    tokens [sum rows]: token ids or references, request after request. targets [sum rows]: the next prompt token of a
-    row whose prompt log probability is wanted, else -1. masked [N] bool: the sample takes the next row of masks, which
-    has one row for each masked sample in scheduler order; None where there is none.
+    `BatchPlan.requests`. decode [N] bool: a one-row decode step; else a prefill chunk. samples [N] bool: the
+    last row samples a token (false for an unfinished chunk). logprobs, prompt_logprobs [N]: top entries
+    wanted, -1 for none. tokens [sum rows]: token ids or references, request after request. targets [sum
+    rows]: the next prompt token of a row whose prompt log probability is wanted, else -1. masked [N] bool:
+    the sample takes the next row of masks, which has one row for each masked sample in scheduler order; None
+    where there is none.
     """
 
     slot: I32
@@ -61,9 +62,20 @@ class Work:
         flag = np.empty(0, dtype=np.bool_)
         e = empty()
         return Work(
-            slot=e, incarnation=e, adapter_slot=e, adapter_generation=e, kv_start=e, rows=e, frontier=e, decode=flag,
-            samples=flag, logprobs=e, prompt_logprobs=e, tokens=e, targets=e,
-        )  # fmt: skip
+            slot=e,
+            incarnation=e,
+            adapter_slot=e,
+            adapter_generation=e,
+            kv_start=e,
+            rows=e,
+            frontier=e,
+            decode=flag,
+            samples=flag,
+            logprobs=e,
+            prompt_logprobs=e,
+            tokens=e,
+            targets=e,
+        )
 
 
 def first_appearance_order(keys: I32) -> npt.NDArray[np.int64]:
@@ -78,8 +90,8 @@ def first_appearance_order(keys: I32) -> npt.NDArray[np.int64]:
 def packed_order(adapter_slot: I32, decode: Bools) -> npt.NDArray[np.int64]:
     """Scheduler indices in packed order: prefills before decodes, adapters grouped inside each phase.
 
-    The last prefill group and the first decode group share an adapter where one exists, so that one projection run
-    crosses `doff`; attention boundaries are untouched by that.
+    The last prefill group and the first decode group share an adapter where one exists, so that one
+    projection run crosses `doff`; attention boundaries are untouched by that.
     """
     if decode.all():
         return first_appearance_order(adapter_slot)

@@ -1,7 +1,7 @@
 """From a selection to the arrays that packing freezes into a plan.
 
-Reads the running table; writes only the frontier that planning owns. A token that is still on the device is named by
-reference to the plan that samples it.
+Reads the running table; writes only the frontier that planning owns. A token that is still on the device is
+named by reference to the plan that samples it.
 
 Specification: 0x03C, 0x03G; rulings "Frontiers and depth".
 """
@@ -26,7 +26,8 @@ def plan_selection(
     deltas: Deltas,
     masks: I32 | None = None,
 ) -> BatchPlan:
-    """The plan for `selection`. newest_launched: plan that uncommitted tokens come from, 0 when none is in flight.
+    """The plan for `selection`. newest_launched: plan that uncommitted tokens come from, 0 when none is in
+    flight.
 
     masks: token masks of the masked samples, in the selection's order; None when there is none.
     """

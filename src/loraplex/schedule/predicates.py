@@ -1,8 +1,8 @@
 """Five predicates, kept apart: feasible, ready, eligible, preferred, selected (0x09B).
 
-Feasible is decided at enqueue (`engine.intake`): the empty worker could serve the request. Ready and eligible are
-decided here, each step, for the heads of the queue. Preference is the queue's order and only orders what is already
-legal. Selected rows are a plan; only a commit makes them completed service.
+Feasible is decided at enqueue (`engine.intake`): the empty worker could serve the request. Ready and eligible
+are decided here, each step, for the heads of the queue. Preference is the queue's order and only orders what
+is already legal. Selected rows are a plan; only a commit makes them completed service.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Waiting requests: a heap by urgency and arrival, and a parking place for those that wait for an adapter.
 
-Owns order only. A step touches heads; removal of a request from the middle is lazy. Arrival order is given once and
-never reset, neither by loading nor by preemption.
+Owns order only. A step touches heads; removal of a request from the middle is lazy. Arrival order is given
+once and never reset, neither by loading nor by preemption.
 
 Specification: 0x09A (clocks), 0x09B; rulings "The plan" (heads only).
 """

@@ -1,8 +1,8 @@
 """Running requests as struct-of-arrays with stable slots: what the planner reads and advances.
 
-Each request has a planned and a committed KV frontier, each with its generation. Planning advances the first; only a
-commit advances the second, and with it output, service and events. Owns the arrays and their arithmetic; never talks
-to a backend and never decides who runs.
+Each request has a planned and a committed KV frontier, each with its generation. Planning advances the first;
+only a commit advances the second, and with it output, service and events. Owns the arrays and their
+arithmetic; never talks to a backend and never decides who runs.
 
 Specification: rulings "Frontiers and depth"; 0x01G (generation vector), 0x03A (rows of a request).
 """
@@ -28,21 +28,25 @@ NO_CACHE: Final = int(np.iinfo(np.int32).max)
 class RunningTable:
     """State of up to `max_requests` running requests; every attribute is an array over slots.
 
-    prompt: tokens of the caller's prompt. known: prompt plus committed output. target: tokens known at admission; rows
-    below it are prefill. planned, committed: KV positions. planned_generation, committed_generation: one per advance.
-    outputs_planned, outputs: sampled tokens, planned and committed. inflight: launched plans not yet committed that
-    hold rows of the slot. reference: sample index of the slot's uncommitted token in plan reference_plan, or -1.
-    stopping: takes no more rows; its slot is freed when nothing is in flight. order: arrival order, never reset.
-    tokens: those known, [max_requests, max_tokens]; a row's memory is taken as it is written.
-    plain: a token that it gets is sent and counted, nothing more, while it neither stops nor fills the output.
-    published: leading blocks of the page table that need no publication any more; `NO_CACHE` for a request that caches
-    nothing. block_table: number of the cached block whose page an entry names, 0 for a page of the request's own. invoked:
-    position from which on the adapter acts, 0 for one that is always on. scored: prompt positions whose log probabilities were delivered. masked: each token needs a mask from the host that
-    depends on the token before it; such a slot takes no row while a token of it is not committed, at any depth.
+    prompt: tokens of the caller's prompt. known: prompt plus committed output. target: tokens known at
+    admission; rows below it are prefill. planned, committed: KV positions. planned_generation,
+    committed_generation: one per advance. outputs_planned, outputs: sampled tokens, planned and committed.
+    inflight: launched plans not yet committed that hold rows of the slot. reference: sample index of the
+    slot's uncommitted token in plan reference_plan, or -1. stopping: takes no more rows; its slot is freed
+    when nothing is in flight. order: arrival order, never reset. tokens: those known, [max_requests,
+    max_tokens]; a row's memory is taken as it is written. plain: a token that it gets is sent and counted,
+    nothing more, while it neither stops nor fills the output. published: leading blocks of the page table
+    that need no publication any more; `NO_CACHE` for a request that caches nothing. block_table: number of
+    the cached block whose page an entry names, 0 for a page of the request's own. invoked: position from
+    which on the adapter acts, 0 for one that is always on. scored: prompt positions whose log probabilities
+    were delivered. masked: each token needs a mask from the host that depends on the token before it; such a
+    slot takes no row while a token of it is not committed, at any depth.
     """
 
     def __init__(self, max_requests: int, max_pages: int, max_tokens: int) -> None:
-        """max_requests: slots. max_pages: page-table entries of one request. max_tokens: prompt and output of one."""
+        """max_requests: slots. max_pages: page-table entries of one request. max_tokens: prompt and output of
+        one.
+        """
         i32 = np.int32
         self.max_requests, self.max_pages = max_requests, max_pages
         self.active = np.zeros(max_requests, dtype=np.bool_)
@@ -86,7 +90,8 @@ class RunningTable:
     def open(self, tokens: I32, prompt: int, max_outputs: int, order: int, kv_start: int = 0) -> int:
         """Take a slot for a request with `tokens` known, the first `prompt` of them its prompt.
 
-        kv_start: positions whose rows are cached. Returns the slot, at a fresh incarnation; frontiers start there.
+        kv_start: positions whose rows are cached. Returns the slot, at a fresh incarnation; frontiers start
+        there.
         """
         if not self._free:
             raise InternalFault(
@@ -161,7 +166,9 @@ class RunningTable:
         self.block_table[slots, indices] = numbers
 
     def pages_each(self, slots: I32) -> tuple[I32, I32, Slots]:
-        """Pages of many slots, slot after slot, the slot that names each, and the cached block that owns it or 0."""
+        """Pages of many slots, slot after slot, the slot that names each, and the cached block that owns it
+        or 0.
+        """
         counts = self.pages[slots]
         owners = np.repeat(slots, counts)
         ends = np.cumsum(counts)
@@ -203,7 +210,9 @@ class RunningTable:
         self.inflight[slots] += 1
 
     def note_samples(self, slots: Slots, samplers: Slots, plan: int) -> None:
-        """Record where `plan`, which holds rows of `slots`, leaves the tokens of `samplers` (in sample order)."""
+        """Record where `plan`, which holds rows of `slots`, leaves the tokens of `samplers` (in sample
+        order).
+        """
         self.reference[slots] = -1
         self.reference[samplers] = np.arange(samplers.size, dtype=np.int32)
         self.reference_plan[samplers] = plan

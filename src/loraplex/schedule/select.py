@@ -1,7 +1,8 @@
 """Selection of rows for one iteration: decode rows first, then prefill chunks, under a token budget.
 
-Pure functions over the running table. A request that is past its prefill takes one row; others take as many of their
-remaining prompt rows as the budget leaves, oldest first; a chunk ends where an activated adapter is invoked.
+Pure functions over the running table. A request that is past its prefill takes one row; others take as many
+of their remaining prompt rows as the budget leaves, oldest first; a chunk ends where an activated adapter is
+invoked.
 
 Specification: 0x03 (phases), 0x08E (activation), 0x09B (selection among eligible requests).
 """
@@ -20,8 +21,8 @@ from loraplex.schedule.running import Bools, RunningTable, Slots
 class MixedBound:
     """Prefill rows of an iteration that also decodes: `rows`, and `each` for each decode row.
 
-    A decode step takes longer the more rows it has, so the time between two tokens grows by about the same factor
-    whatever is running. multiple: of rows of the whole iteration, prefill rows fill up to the next.
+    A decode step takes longer the more rows it has, so the time between two tokens grows by about the same
+    factor whatever is running. multiple: of rows of the whole iteration, prefill rows fill up to the next.
     """
 
     rows: int

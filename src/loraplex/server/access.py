@@ -1,4 +1,5 @@
-"""What is remembered of a request when it is over: metrics, the access line, and the record of what answered it.
+"""What is remembered of a request when it is over: metrics, the access line, and the record of what answered
+it.
 
 Never answers. Prompts are in neither line nor metrics, unless the operator asked for them.
 
@@ -31,8 +32,8 @@ PROBES: Final = ("/health", "/ready", "/metrics")
 class Facts:
     """What is known of a request while it is served.
 
-    model: what its name was resolved to. stream: whether the answer comes in pieces. prompt: for the line, if it is to
-    be there. generation: once the engine was asked. outcome, code: how it ended.
+    model: what its name was resolved to. stream: whether the answer comes in pieces. prompt: for the line, if
+    it is to be there. generation: once the engine was asked. outcome, code: how it ended.
     """
 
     model: str | None = None

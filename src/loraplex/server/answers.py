@@ -96,7 +96,9 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """What is called. name: in a stream with the call's first chunk only. arguments: JSON text, or what a chunk adds."""
+    """What is called. name: in a stream with the call's first chunk only. arguments: JSON text, or what a
+    chunk adds.
+    """
 
     arguments: str
     name: str | UnsetType = UNSET
@@ -166,7 +168,9 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 def error_body(error: LoraplexError) -> dict[str, Any]:
-    """The JSON of a typed error. What a message quotes of the request does not make the answer as long as that."""
+    """The JSON of a typed error. What a message quotes of the request does not make the answer as long as
+    that.
+    """
     return {
         "error": {
             "message": _cut(error.message, limits.MAX_ERROR_CHARS),

@@ -1,7 +1,7 @@
 """The ASGI application: routes, keys, errors, one access line a request.
 
-A plain ASGI callable: a table of routes is all that is needed, and a disconnect must end the work at once, which
-frameworks leave to the handler. Never touches the engine's state.
+A plain ASGI callable: a table of routes is all that is needed, and a disconnect must end the work at once,
+which frameworks leave to the handler. Never touches the engine's state.
 
 Specification: interface "HTTP".
 """
@@ -133,7 +133,9 @@ async def _options(call: Call) -> None:
 
 
 def create_app(service: Service) -> AsgiApp:
-    """The application over a server's parts. Reads the key file; raises `config_invalid` when it cannot be used."""
+    """The application over a server's parts. Reads the key file; raises `config_invalid` when it cannot be
+    used.
+    """
     site = Site(service, KeyFile(service.config.api_key_file))
     service.supervisor.observe = site.metrics.engine.observe
 
@@ -191,7 +193,9 @@ def _allow_origin(exchange: Exchange, origins: Sequence[str]) -> None:
 
 
 async def _no_body(exchange: Exchange) -> None:
-    """A call that takes no body may carry an empty one or an empty object: what it says beyond that would be ignored."""
+    """A call that takes no body may carry an empty one or an empty object: what it says beyond that would be
+    ignored.
+    """
     data = await exchange.body_or_none()
     if data:
         decode(data, NoFields)

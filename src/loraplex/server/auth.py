@@ -1,7 +1,8 @@
 """Who calls: API keys, their tenants and roles.
 
-The key file holds SHA-256 digests, never keys: JSON objects one a line, or TOML with `[[keys]]`, each with `sha256`,
-`tenant` and, optionally, `role` (`user` or `admin`). Without a file everybody is the admin of the tenant `default`.
+The key file holds SHA-256 digests, never keys: JSON objects one a line, or TOML with `[[keys]]`, each with
+`sha256`, `tenant` and, optionally, `role` (`user` or `admin`). Without a file everybody is the admin of the
+tenant `default`.
 
 A tenant's aliases are its own; those of `default`, which the command line registers, may be used by all.
 
@@ -89,13 +90,14 @@ class KeyRing:
     def identify(self, authorization: Sequence[bytes]) -> Caller:
         """The caller behind the `Authorization` headers of a request, as they were sent.
 
-        `unauthenticated` when there must be one and is none, or more than one: which of two counts is nobody's to guess.
+        `unauthenticated` when there must be one and is none, or more than one: which of two counts is
+        nobody's to guess.
         """
         if not self._callers:
             return Caller(DEFAULT_TENANT, Role.ADMIN)
         scheme, _, key = (authorization[0] if len(authorization) == 1 else b"").partition(b" ")
-        # Digests are compared, not keys: how long a look-up takes says nothing about a key. They are of the key's bytes,
-        # as `sha256sum` saw them in the operator's terminal.
+        # Digests are compared, not keys: how long a look-up takes says nothing about a key. They are of the
+        # key's bytes, as `sha256sum` saw them in the operator's terminal.
         caller = self._callers.get(hashlib.sha256(key.strip(b" \t")).hexdigest())
         if scheme.lower() != b"bearer" or caller is None:
             raise CallerError(
@@ -107,8 +109,9 @@ class KeyRing:
 class KeyFile:
     """The ring of a key file, as the file is now: who edits it gives and takes keys while the server runs.
 
-    Looked at once a second at most, when somebody calls. A file that cannot be read, or holds no key, changes nothing until
-    it is whole again, and the log says so once. What runs already goes on. Raises what `read_keys` raises at the start.
+    Looked at once a second at most, when somebody calls. A file that cannot be read, or holds no key, changes
+    nothing until it is whole again, and the log says so once. What runs already goes on. Raises what
+    `read_keys` raises at the start.
     """
 
     def __init__(self, path: str | None, now: Callable[[], float] = time.monotonic) -> None:

@@ -1,8 +1,8 @@
 """What a body may ask of the decoder, checked before it is decoded.
 
-Making objects of eight megabytes of brackets takes seconds in which nobody else is served. Here a long body is only walked
-through, its fields stay bytes, and what they would become is counted from above: refused is what exceeds a limit for sure.
-The exact limits are checked on what was decoded.
+Making objects of eight megabytes of brackets takes seconds in which nobody else is served. Here a long body
+is only walked through, its fields stay bytes, and what they would become is counted from above: refused is
+what exceeds a limit for sure. The exact limits are checked on what was decoded.
 
 Specification: interface "HTTP".
 """
@@ -20,7 +20,9 @@ from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 
 _OBJECT: Final = re.compile(rb'\{[ \t\r\n]*"')
-"""The beginning of an object. Within a text only at its end: there a quotation mark has a backslash before it."""
+"""The beginning of an object. Within a text only at its end: there a quotation mark has a backslash before
+it.
+"""
 
 
 @functools.cache
@@ -31,7 +33,9 @@ def _outline(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
 
 
 def check_body(body: bytes, kind: type[msgspec.Struct]) -> None:
-    """Refuse a body that would become too many objects. Raises `invalid_request` with the field, and decoding errors."""
+    """Refuse a body that would become too many objects. Raises `invalid_request` with the field, and decoding
+    errors.
+    """
     if len(body) <= limits.SHORT_BODY_BYTES:
         return
     outline = msgspec.json.decode(body, type=_outline(kind))

@@ -29,7 +29,8 @@ class Exchange:
     """A request and the way to answer it.
 
     raw_path: path as it was sent, so that an escaped slash stays part of a name. request_id: the client's
-    `x-request-id` if it is sane, else a fresh one. given_up: its client does not read. status: of the response once it began, 0 before.
+    `x-request-id` if it is sane, else a fresh one. given_up: its client does not read. status: of the
+    response once it began, 0 before.
     """
 
     def __init__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -162,8 +163,11 @@ class Exchange:
         if error.code is ErrorCode.UNAUTHENTICATED:
             self.answer_headers["www-authenticate"] = "Bearer"
         if error.code in (
-            ErrorCode.REQUEST_TOO_LARGE, ErrorCode.REQUEST_TIMEOUT, ErrorCode.SHUTTING_DOWN, ErrorCode.ABORTED,
-        ):  # fmt: skip
+            ErrorCode.REQUEST_TOO_LARGE,
+            ErrorCode.REQUEST_TIMEOUT,
+            ErrorCode.SHUTTING_DOWN,
+            ErrorCode.ABORTED,
+        ):
             self.answer_headers["connection"] = "close"  # the rest of the body is not read
         await self.answer(error_body(error), error.status)
 
@@ -172,7 +176,9 @@ class Exchange:
         await self._start(200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache"})
 
     async def write(self, data: bytes) -> None:
-        """Add to the stream; waits while the connection is full. Raises `slow_client` where that takes too long."""
+        """Add to the stream; waits while the connection is full. Raises `slow_client` where that takes too
+        long.
+        """
         await self._deliver({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
@@ -194,7 +200,8 @@ class Exchange:
             self._look_later()
         self._delivered_at = asyncio.get_running_loop().time()
         try:
-            # Without a time of its own: one look now and then costs a stream nothing, a timer for each token would.
+            # Without a time of its own: one look now and then costs a stream nothing, a timer for each token
+            # would.
             async with asyncio.timeout(None) as self._delivery:
                 await self._send(message)
         except TimeoutError as error:

@@ -1,7 +1,7 @@
 """Listening: an ASGI application on granian, inside this process's event loop.
 
-Signals and child processes stay with whoever runs this. Owns the address and the limits of the HTTP connection: header
-size and time. Bodies are the application's.
+Signals and child processes stay with whoever runs this. Owns the address and the limits of the HTTP
+connection: header size and time. Bodies are the application's.
 
 Specification: rulings "Processes".
 """
@@ -51,7 +51,9 @@ def check_address(host: str, port: int) -> None:
 
 
 def connection_limit() -> int:
-    """Connections that may be open at once: the limit, or what files are left for. Asks for as many files as it may have."""
+    """Connections that may be open at once: the limit, or what files are left for. Asks for as many files as
+    it may have.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.MAX_CONNECTIONS + limits.RESERVED_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

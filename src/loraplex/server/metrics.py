@@ -1,4 +1,5 @@
-"""Prometheus metrics of a server. Labels are from fixed sets: never an alias, a tenant or anything that a caller chose.
+"""Prometheus metrics of a server. Labels are from fixed sets: never an alias, a tenant or anything that a
+caller chose.
 
 Specification: rulings "Promise".
 """

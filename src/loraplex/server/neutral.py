@@ -1,4 +1,5 @@
-"""Fields that a body may carry though nothing is done with them: what asks for nothing is accepted, all else is refused.
+"""Fields that a body may carry though nothing is done with them: what asks for nothing is accepted, all else
+is refused.
 
 Owns the one table of values that ask for nothing. Specification: interface "HTTP".
 """
@@ -23,7 +24,8 @@ Unsupported = Annotated[
         }
     ),
 ]
-"""A field that a peer's interface knows and this server does not carry out. Decoded only where it is short."""
+"""A field that a peer's interface knows and this server does not carry out. Decoded only where it is short.
+"""
 ABSENT: Final[Any] = UNSET
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "annotations": ([],),
@@ -51,7 +53,9 @@ _SHORT_BYTES: Final = 64
 
 
 def refuse_unsupported(value: msgspec.Struct, prefix: str = "") -> None:
-    """Raise `unsupported_option` for the first such field that asks for something. prefix: where the struct lies."""
+    """Raise `unsupported_option` for the first such field that asks for something. prefix: where the struct
+    lies.
+    """
     for name in _unsupported(type(value)):
         given = getattr(value, name)
         if given is not UNSET and not _asks_for_nothing(name, bytes(given)):

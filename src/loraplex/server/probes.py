@@ -48,7 +48,9 @@ async def metrics(call: Call) -> None:
 
 
 async def _figures_soon(call: Call) -> dict[str, Any] | None:
-    """The engine's figures, or None when it does not answer soon: whoever scrapes must hear of an engine that hangs."""
+    """The engine's figures, or None when it does not answer soon: whoever scrapes must hear of an engine that
+    hangs.
+    """
     try:
         async with asyncio.timeout(INSPECT_S):
             return await call.service.client.call(Inspect(0))

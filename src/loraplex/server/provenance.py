@@ -1,8 +1,9 @@
-"""What answered a request, remembered: records made when a request ends, written in batches, found by request id.
+"""What answered a request, remembered: records made when a request ends, written in batches, found by request
+id.
 
-Nothing waits for a record: a request's end puts it into a queue, a task writes the queue in one transaction. While the
-database does not answer, records wait up to a limit and are then counted as lost. A request of a second attempt with
-the id of an earlier one is told from it by its attempt.
+Nothing waits for a record: a request's end puts it into a queue, a task writes the queue in one transaction.
+While the database does not answer, records wait up to a limit and are then counted as lost. A request of a
+second attempt with the id of an earlier one is told from it by its attempt.
 
 Specification: 0x01G "Bindings of request, cache and slot"; rulings "Identity".
 """
@@ -116,9 +117,14 @@ def request_record(
     """The record of a request that ended now."""
     policy = digest({"choices": [_plain(choice.sampling) for choice in choices]})
     binding = RequestBinding(
-        namespace=tenant, request_id=request_id, attempt=attempt, lineage=request_id, base=served.base,
-        semantic=served.semantic, policy=policy,
-    )  # fmt: skip
+        namespace=tenant,
+        request_id=request_id,
+        attempt=attempt,
+        lineage=request_id,
+        base=served.base,
+        semantic=served.semantic,
+        policy=policy,
+    )
     return ProvenanceRecord(
         request_id=request_id,
         tenant=tenant,
@@ -148,9 +154,14 @@ def _choice(seen: ChoiceSeen, attempt: int, served: Served, ran: RanOn) -> Choic
     slot = None
     if bound is not None and served.semantic is not None and served.kernel is not None:
         slot = SlotBinding(
-            ran.epoch, ran.device, bound.adapter_slot, bound.adapter_generation, bound.adapter_generation,
-            served.semantic, served.kernel,
-        ).digest  # fmt: skip
+            ran.epoch,
+            ran.device,
+            bound.adapter_slot,
+            bound.adapter_generation,
+            bound.adapter_generation,
+            served.semantic,
+            served.kernel,
+        ).digest
     return ChoiceRecord(
         seed=seen.sampling.seed,
         finish_reason=seen.finish_reason,

@@ -41,7 +41,8 @@ class Site:
     def watch(self, exchange: Exchange) -> asyncio.Task[None]:
         """A task that ends when the client goes away, or when the answer has been sent.
 
-        It is never cancelled: the listener would go on waiting inside, and hold up the end until the client closes.
+        It is never cancelled: the listener would go on waiting inside, and hold up the end until the client
+        closes.
         """
         task = asyncio.create_task(exchange.disconnected())
         self.watchers.add(task)
@@ -51,7 +52,9 @@ class Site:
 
 @dataclass(slots=True)
 class Call:
-    """One request: who asks what of which site. facts: noted for when it is over. rest: what follows the route's prefix, still escaped. created: seconds since 1970."""
+    """One request: who asks what of which site. facts: noted for when it is over. rest: what follows the
+    route's prefix, still escaped. created: seconds since 1970.
+    """
 
     site: Site
     exchange: Exchange
@@ -70,13 +73,17 @@ Handler = Callable[[Call], Awaitable[None]]
 
 
 async def read_body(call: Call, kind: type[T]) -> T:
-    """The request's body. A long one is decoded outside the event loop. Raises what `Exchange.body` and `decode` raise."""
+    """The request's body. A long one is decoded outside the event loop. Raises what `Exchange.body` and
+    `decode` raise.
+    """
     body = await call.exchange.body()
     return await call.service.workers.run_if(len(body) > limits.SHORT_BODY_BYTES, lambda: decode(body, kind))
 
 
 def require_fitting(codec: TextCodec, texts: Sequence[str], longest: int, param: str) -> None:
-    """Raise `context_length_exceeded` for a text that no tokenising could make fit. longest: tokens that the context holds."""
+    """Raise `context_length_exceeded` for a text that no tokenising could make fit. longest: tokens that the
+    context holds.
+    """
     if any(codec.surely_exceeds(text, longest) for text in texts):
         raise CallerError(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
@@ -87,7 +94,9 @@ def require_fitting(codec: TextCodec, texts: Sequence[str], longest: int, param:
 
 
 def named_model(call: Call, model: str | None) -> str:
-    """What a request is for: the base where it names nothing and there is one tenant, which can mean nothing else."""
+    """What a request is for: the base where it names nothing and there is one tenant, which can mean nothing
+    else.
+    """
     if model is not None:
         return model
     if not call.site.keys.one_tenant:

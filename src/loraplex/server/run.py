@@ -1,9 +1,10 @@
-"""A server's life: listen, start the engine, register adapters, serve, drain, end. Owns signals and child processes.
+"""A server's life: listen, start the engine, register adapters, serve, drain, end. Owns signals and child
+processes.
 
-It listens first, so that a taken port is found before weights are read, and so that `/health` says at once what is
-missing; requests are taken when the engine, every --adapter and the first folders of --adapter-dir are there. The first
-SIGTERM or SIGINT drains: new
-requests are refused, open ones may finish within a bound and are then ended, typed. A second SIGINT ends it at once.
+It listens first, so that a taken port is found before weights are read, and so that `/health` says at once
+what is missing; requests are taken when the engine, every --adapter and the first folders of --adapter-dir
+are there. The first SIGTERM or SIGINT drains: new requests are refused, open ones may finish within a bound
+and are then ended, typed. A second SIGINT ends it at once.
 
 Specification: rulings "Processes", "Start-up".
 """
@@ -104,7 +105,9 @@ async def serve(
     announcer: Announcer,
     builder: str = BUILDER,
 ) -> int:
-    """Serve the model in `folder` until a signal; the process's exit status. Raises what keeps it from serving."""
+    """Serve the model in `folder` until a signal; the process's exit status. Raises what keeps it from
+    serving.
+    """
     engine_config = config.engine(str(folder), str(images))
     client = EngineClient()
     supervisor = EngineSupervisor(

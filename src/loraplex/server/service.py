@@ -87,7 +87,9 @@ class Service:
 
     @property
     def engine_info(self) -> dict[str, Any]:
-        """What the engine said of itself when it became ready: base_abi, dtype, max_model_len, eos_token_ids, ..."""
+        """What the engine said of itself when it became ready: base_abi, dtype, max_model_len, eos_token_ids,
+        ...
+        """
         return self.supervisor.info
 
     def require_ready(self) -> None:

@@ -1,4 +1,6 @@
-"""Forms of answers as clients of other servers ask for them, decoded strictly. Specification: interface "HTTP"."""
+"""Forms of answers as clients of other servers ask for them, decoded strictly. Specification: interface
+"HTTP".
+"""
 
 from __future__ import annotations
 

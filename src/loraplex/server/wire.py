@@ -1,6 +1,7 @@
 """What callers may send: OpenAI's request bodies and ours, decoded strictly.
 
-An unknown field, a wrong type or an option that is not carried out is refused with the field's name; nothing is ignored.
+An unknown field, a wrong type or an option that is not carried out is refused with the field's name; nothing
+is ignored.
 
 Specification: interface "HTTP".
 """
@@ -27,7 +28,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """include_usage: a last chunk carries the token counts. continuous_usage_stats: every chunk does.
 
-    include_obfuscation: whether chunks are padded, which only an answer to a guess of their lengths would need; none is.
+    include_obfuscation: whether chunks are padded, which only an answer to a guess of their lengths would
+    need; none is.
     """
 
     include_usage: bool | None = None
@@ -66,11 +68,12 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chat have in common. model: the base, where it is left out and nobody's tenant but one is served.
+    """What completions and chat have in common. model: the base, where it is left out and nobody's tenant but
+    one is served.
 
-    Extensions: priority and below. safety_identifier, prompt_cache_key: names of users and of prefixes, like `user`: prefixes
-    are found by what they say. truncate_prompt_tokens: the last ones that are kept. add_special_tokens: what the tokenizer puts
-    around a text; off for chat, whose template says it.
+    Extensions: priority and below. safety_identifier, prompt_cache_key: names of users and of prefixes, like
+    `user`: prefixes are found by what they say. truncate_prompt_tokens: the last ones that are kept.
+    add_special_tokens: what the tokenizer puts around a text; off for chat, whose template says it.
     """
 
     model: str | None = None
@@ -150,7 +153,9 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /tokenize: a text or a conversation. add_special_tokens: of a text, with what the tokenizer puts around it."""
+    """POST /tokenize: a text or a conversation. add_special_tokens: of a text, with what the tokenizer puts
+    around it.
+    """
 
     model: str | None = None
     prompt: str | None = None
@@ -167,10 +172,11 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class LoadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /v1/load_lora_adapter. load_inplace: a name that is taken gets a new revision instead of a refusal.
+    """POST /v1/load_lora_adapter. load_inplace: a name that is taken gets a new revision instead of a
+    refusal.
 
-    base_model_name: what the adapter is for, the base or one of its last name. lora_int_id: numbers that clients of other
-    servers count with; names are identity here.
+    base_model_name: what the adapter is for, the base or one of its last name. lora_int_id: numbers that
+    clients of other servers count with; names are identity here.
     """
 
     lora_name: str
@@ -191,9 +197,11 @@ class UnloadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class PutAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """PUT /v1/adapters/{alias}. expected_revision: replace only this one. drain: ask for no room beside the old one.
+    """PUT /v1/adapters/{alias}. expected_revision: replace only this one. drain: ask for no room beside the
+    old one.
 
-    text: whose chat template, end tokens and added tokens its requests use; the server's default where it is left out.
+    text: whose chat template, end tokens and added tokens its requests use; the server's default where it is
+    left out.
     """
 
     source: str
@@ -203,7 +211,9 @@ class PutAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ListAdapters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The query of GET /v1/adapters. limit: adapters of a page. after: the name that the last page ended with."""
+    """The query of GET /v1/adapters. limit: adapters of a page. after: the name that the last page ended
+    with.
+    """
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LISTED)] = DEFAULT_LISTED
     after: str | None = None
@@ -212,8 +222,8 @@ class ListAdapters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PutLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """PUT /v1/limits. What is left out stays.
 
-    pool_share: part of the page pool that adapters may take. resident_adapters: adapters on the device. host_gb:
-    adapter images in host memory, in GiB.
+    pool_share: part of the page pool that adapters may take. resident_adapters: adapters on the device.
+    host_gb: adapter images in host memory, in GiB.
     """
 
     pool_share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None

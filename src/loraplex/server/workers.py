@@ -1,7 +1,8 @@
-"""Work that a caller's size drives, done outside the event loop: a few threads and a bounded queue in front of them.
+"""Work that a caller's size drives, done outside the event loop: a few threads and a bounded queue in front
+of them.
 
-What streams meanwhile waits for an interpreter's switch at most. Who comes when the queue is full is refused, typed.
-Never decides how much a caller may ask; that is checked before, against `core/limits.py`.
+What streams meanwhile waits for an interpreter's switch at most. Who comes when the queue is full is refused,
+typed. Never decides how much a caller may ask; that is checked before, against `core/limits.py`.
 
 Specification: rulings "Processes", "Text".
 """
@@ -29,7 +30,9 @@ class Workers:
         self._begun = 0
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. Raises `queue_full` where too much waits; a caller that leaves abandons it."""
+        """What `work` returns or raises. Raises `queue_full` where too much waits; a caller that leaves
+        abandons it.
+        """
         if self._begun >= self._most:
             raise CapacityError(
                 ErrorCode.QUEUE_FULL,

@@ -1,7 +1,8 @@
-"""What an operator of a simulated replica does: adapters by name, swaps, removals, pins, prefetches, limits, revocations.
+"""What an operator of a simulated replica does: adapters by name, swaps, removals, pins, prefetches, limits,
+revocations.
 
-Owns what each name means now and which calls are open. Every call is answered once; which refusals are legal is decided
-here from what the operator did and what the injector struck, never from the engine.
+Owns what each name means now and which calls are open. Every call is answered once; which refusals are legal
+is decided here from what the operator did and what the injector struck, never from the engine.
 
 Specification: 0x07F (a name moves only after its new revision is there), 0x09J, rulings "Leases".
 """
@@ -74,8 +75,10 @@ def digest(name: str) -> str:
 
 @dataclass(slots=True)
 class Image:
-    """One revision of an alias. size_class: of its block, 0 for whole pages. invocation: tokens that
-    switch it on, none for one that is always on. known: the engine has confirmed it, and requests may name it. pins: confirmed ones."""
+    """One revision of an alias. size_class: of its block, 0 for whole pages. invocation: tokens that switch
+    it on, none for one that is always on. known: the engine has confirmed it, and requests may name it. pins:
+    confirmed ones.
+    """
 
     alias: str
     key: str

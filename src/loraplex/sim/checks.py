@@ -1,8 +1,8 @@
 """Checkers that watch one engine from outside: its plans, its events and the ledger of its pages.
 
-They keep books of their own, from plans, results, events and what clients asked, and compare. Nothing here is used by
-the code under test, and no check of that code is relied on: the simulator's own tests switch those off and break the
-engine in each way in turn.
+They keep books of their own, from plans, results, events and what clients asked, and compare. Nothing here is
+used by the code under test, and no check of that code is relied on: the simulator's own tests switch those
+off and break the engine in each way in turn.
 
 Specification: 0x04C, 0x04F, 0x05A, 0x05E, 0x07H, 0x09A; rulings "Tests" (checkers outside the tested code).
 """

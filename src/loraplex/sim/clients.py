@@ -1,7 +1,7 @@
 """The clients of a simulated replica: requests, cancels, malformed messages, and what came back.
 
-Owns what the outside knows of each request: the revision that its name meant when it was sent, and what it would
-produce alone. It never reads the engine.
+Owns what the outside knows of each request: the revision that its name meant when it was sent, and what it
+would produce alone. It never reads the engine.
 
 Specification: 0x07H (a request keeps the revision that it resolved), 0x09A (arrival).
 """
@@ -59,7 +59,9 @@ MALFORMED_KEYS: tuple[tuple[dict[str, Any], str], ...] = (
 
 @dataclass(slots=True)
 class Ask:
-    """One request as its client sees it. invoked_at: position from which on its adapter acts, -1 for one that is always on. allowed: error codes that make sense for it; must: the only one that does."""
+    """One request as its client sees it. invoked_at: position from which on its adapter acts, -1 for one that
+    is always on. allowed: error codes that make sense for it; must: the only one that does.
+    """
 
     request_id: str
     image: Image | None
@@ -188,9 +190,18 @@ class Clients:
             del expected[1 + min(index for index, token in enumerate(expected) if token in stop) :]
         self.sent += 1
         return Ask(
-            f"r{self.sent}", image, prompt, max_tokens, stop, self._clock.now, self.sent, expected,
-            allowed=set(self._always), tenant=self._tenant(), invoked_at=invoked_at,
-        )  # fmt: skip
+            f"r{self.sent}",
+            image,
+            prompt,
+            max_tokens,
+            stop,
+            self._clock.now,
+            self.sent,
+            expected,
+            allowed=set(self._always),
+            tenant=self._tenant(),
+            invoked_at=invoked_at,
+        )
 
     def _context(self) -> I32:
         length = self._setup.prompt_tokens
@@ -229,9 +240,10 @@ class Clients:
         )
         prompt[at : at + length] = invocation
         last = max(
-            start for start in range(prompt.size - length + 1)
+            start
+            for start in range(prompt.size - length + 1)
             if tuple(prompt[start : start + length].tolist()) == invocation
-        )  # fmt: skip
+        )
         return prompt, last
 
     def namespace(self, ask: Ask) -> str:
@@ -250,16 +262,33 @@ class Clients:
 
     def _message(self, ask: Ask) -> Submit:
         sampling = EngineSampling(
-            max_tokens=ask.max_tokens, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0,
-            presence_penalty=0.0, frequency_penalty=0.0, logit_bias=(), stop_token_ids=tuple(sorted(ask.stop)),
-            logprobs=-1, prompt_logprobs=-1,
-        )  # fmt: skip
+            max_tokens=ask.max_tokens,
+            temperature=0.0,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            seed=0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            logit_bias=(),
+            stop_token_ids=tuple(sorted(ask.stop)),
+            logprobs=-1,
+            prompt_logprobs=-1,
+        )
         key = ask.image.key if ask.image is not None else None
         prompt = ask.prompt.astype("<i4").tobytes()
         return Submit(
-            ask.request_id, prompt, sampling, key, ask.tenant, arrival_ns=ask.arrival_ns, namespace=self.namespace(ask),
-            block_keys=self._keys(ask), invoked_at=ask.invoked_at,
-        )  # fmt: skip
+            ask.request_id,
+            prompt,
+            sampling,
+            key,
+            ask.tenant,
+            arrival_ns=ask.arrival_ns,
+            namespace=self.namespace(ask),
+            block_keys=self._keys(ask),
+            invoked_at=ask.invoked_at,
+        )
 
     def replica_died(self) -> None:
         """What a supervisor does: open requests end typed, then the new engine is told what there is."""

@@ -1,14 +1,18 @@
-"""A virtual device: runs packed plans over page contents that can be checked, on virtual time, with faults on demand.
+"""A virtual device: runs packed plans over page contents that can be checked, on virtual time, with faults on
+demand.
 
-It computes no model (see `tokens`): factors are their image's number, KV positions are fingerprints, and every read
-goes through the page tables that plans made. Plans run in order on a compute stream and do their work at their end, as
-late as possible; adapter copies run in that order too, or beside it on a copy stream, where the first half of the bytes
-lands when the copy starts and the rest when it ends. A block of a slab page is a run of that page's cells. A copy is started once for each (slot, generation), also when the
-plan that carried it fails and another carries it again. Free pages hold poison.
+It computes no model (see `tokens`): factors are their image's number, KV positions are fingerprints, and
+every read goes through the page tables that plans made. Plans run in order on a compute stream and do their
+work at their end, as late as possible; adapter copies run in that order too, or beside it on a copy stream,
+where the first half of the bytes lands when the copy starts and the rest when it ends. A block of a slab page
+is a run of that page's cells. A copy is started once for each (slot, generation), also when the plan that
+carried it fails and another carries it again. Free pages hold poison.
 
-Owns time, bytes and what goes wrong with them; it never chooses anything. Without a clock every plan takes no time.
+Owns time, bytes and what goes wrong with them; it never chooses anything. Without a clock every plan takes no
+time.
 
-Specification: rulings "Tests" (a clock, a device and faults, nothing else); 0x04B (load time), 0x04F (late writes).
+Specification: rulings "Tests" (a clock, a device and faults, nothing else); 0x04B (load time), 0x04F (late
+writes).
 """
 
 from __future__ import annotations
@@ -74,9 +78,9 @@ def cells_of(pages: npt.NDArray[np.integer], page_tokens: int, size_class: int =
 class Faults:
     """Faults to inject, by plan generation or image number. Empty: none.
 
-    fate: what happens to a copy of an image, and how many times slower it is; None leaves `torn_copies` to decide.
-    report: what becomes of a finished copy's row: how many results later it is told, and how often. slower: how many
-    times longer a plan takes.
+    fate: what happens to a copy of an image, and how many times slower it is; None leaves `torn_copies` to
+    decide. report: what becomes of a finished copy's row: how many results later it is told, and how often.
+    slower: how many times longer a plan takes.
     """
 
     fail_plans: set[int] = field(default_factory=set)
@@ -90,7 +94,8 @@ class Faults:
 
 @dataclass(slots=True)
 class _Copy:
-    """One copy: where to, of which image, how it goes, when it ends; cells that its own plan scrubs before it.
+    """One copy: where to, of which image, how it goes, when it ends; cells that its own plan scrubs before
+    it.
 
     cells: flat indices into the memory. by: the plan that made it, on the compute stream.
     """
@@ -187,7 +192,9 @@ class VirtualDevice:
         self._at(launched.end_ns, lambda: self._execute(launched))
 
     def _refusal(self, plan: BatchPlan) -> StepResult | None:
-        """What is wrong with a plan before anything of it starts: itself, or a failure that it did not know of."""
+        """What is wrong with a plan before anything of it starts: itself, or a failure that it did not know
+        of.
+        """
         try:
             if self.verify:
                 check_plan(plan, self.bounds)

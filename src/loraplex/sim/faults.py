@@ -1,8 +1,8 @@
 """Which faults a seed switches on, and when they strike: swarm testing.
 
-Each seed draws a machine (pool, depth, stream order, load) and a subset of fault kinds, because faults hide each other
-when all of them are always on. `Injector` decides each occurrence and counts it; when it is stopped, nothing strikes
-any more and the liveness phase can ask that everything finishes.
+Each seed draws a machine (pool, depth, stream order, load) and a subset of fault kinds, because faults hide
+each other when all of them are always on. `Injector` decides each occurrence and counts it; when it is
+stopped, nothing strikes any more and the liveness phase can ask that everything finishes.
 
 Specification: 0x05H, 0x07I, 0x07K, 0x09L (what fails); rulings "Tests" (seeded swarm faults).
 """
@@ -86,15 +86,18 @@ RATES: Final[dict[Fault, float]] = {
     Fault.NOT_FINITE: 0.003,
     Fault.MALFORMED_MESSAGE: 0.01,
 }
-"""Chance of each kind where it is switched on: of a copy, a plan, a finished copy or a tick, whichever it strikes."""
+"""Chance of each kind where it is switched on: of a copy, a plan, a finished copy or a tick, whichever it
+strikes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a seed draws. aliases: adapters by name. small_share: those that take a block of a slab page. arrivals:
-    requests a tick. cap: live requests at most.
-    tenants: who asks. alike: requests whose prompt begins as others' do, or goes on where one ended. activated: adapters that
-    act from an invocation on. max_overtaken: later arrivals that may be admitted before a waiting request is; more is starvation."""
+    """What a seed draws. aliases: adapters by name. small_share: those that take a block of a slab page.
+    arrivals: requests a tick. cap: live requests at most. tenants: who asks. alike: requests whose prompt
+    begins as others' do, or goes on where one ended. activated: adapters that act from an invocation on.
+    max_overtaken: later arrivals that may be admitted before a waiting request is; more is starvation.
+    """
 
     seed: int
     limits: EngineLimits
@@ -151,7 +154,8 @@ def draw_setup(
 ) -> Setup:
     """The machine, load and fault kinds of a seed. depth, faults: instead of drawn ones.
 
-    cached: whether prefixes are; without it there are no tenants, no prompts alike and no activated adapters either.
+    cached: whether prefixes are; without it there are no tenants, no prompts alike and no activated adapters
+    either.
     """
     rng = Random(f"{seed}/setup")
     page_tokens = rng.choice([1, 2, 4, 8])
@@ -188,9 +192,14 @@ def draw_setup(
         shared = frozenset(prefix.choice([(), ("t0", "t1")]))
         floor = prefix.choice([0, 0, pages // 3])
         limits = replace(
-            limits, prefix_cache=True, base_abi=BASE, cache_abi=CACHE, prefix_floor=floor, shared_tenants=shared,
+            limits,
+            prefix_cache=True,
+            base_abi=BASE,
+            cache_abi=CACHE,
+            prefix_floor=floor,
+            shared_tenants=shared,
             prefill_tokens_per_s=prefix.choice([1_000, 1_000_000]),
-        )  # fmt: skip
+        )
     step_ns = 100_000
     costs = Costs(step_ns, 2_000, rng.choice([0, 20_000, 300_000]), rng.choice([1_000, 50_000, 400_000]))
     return Setup(

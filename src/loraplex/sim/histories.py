@@ -1,8 +1,9 @@
-"""Books about what each KV position was made of, kept beside one engine: no row is read under another history.
+"""Books about what each KV position was made of, kept beside one engine: no row is read under another
+history.
 
-Every row gets a lineage: a number that depends on namespace, on every token before it and on what acted at each. A request
-reads a position only where the lineage is the one that it would have made itself. A page is cached only once a commit made
-all of its rows for a request that went on, and what is cached never changes.
+Every row gets a lineage: a number that depends on namespace, on every token before it and on what acted at
+each. A request reads a position only where the lineage is the one that it would have made itself. A page is
+cached only once a commit made all of its rows for a request that went on, and what is cached never changes.
 
 Nothing here is used by the code under test; it reads keys nowhere. Specification: 0x08B, 0x08I.
 """
@@ -66,7 +67,9 @@ class Histories:
             written.append((ask.request_id, *rows))
 
     def _lineages(self, ask: Ask, end: int) -> list[int]:
-        """Lineages of the request's first `end` positions. Beyond its last token nothing is like anything else."""
+        """Lineages of the request's first `end` positions. Beyond its last token nothing is like anything
+        else.
+        """
         known = self._of.setdefault(ask.request_id, [])
         acts = split(ask.image.number)[0] if ask.image is not None else 0
         for position in range(len(known), end):

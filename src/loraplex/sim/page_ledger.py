@@ -1,4 +1,5 @@
-"""Where each page is, added up from its owners: requests, cached blocks, adapters, open transactions, slabs and the free list; and each block.
+"""Where each page is, added up from its owners: requests, cached blocks, adapters, open transactions, slabs
+and the free list; and each block.
 
 The pool's own states are not consulted: a page or block that two owners name, or that nobody names, shows.
 Specification: 0x05A.
@@ -27,8 +28,9 @@ def page_ledger(state: EngineState) -> I32:
 
 
 def block_ledger(state: EngineState) -> list[tuple[int, int, int]]:
-    """(page, size class, index) of every block named by any owner, with repeats; every block of every slab page, once each,
-    when all is well."""
+    """(page, size class, index) of every block named by any owner, with repeats; every block of every slab
+    page, once each, when all is well.
+    """
     blocks = [entry.block for entry in state.adapters.values()] + [
         entry.block for entry, _ in state.departing
     ]

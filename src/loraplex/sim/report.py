@@ -1,4 +1,6 @@
-"""A simulation's report for people: the seed first, what struck and how requests ended, the replay command last."""
+"""A simulation's report for people: the seed first, what struck and how requests ended, the replay command
+last.
+"""
 
 from __future__ import annotations
 

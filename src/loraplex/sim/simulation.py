@@ -1,7 +1,8 @@
-"""One simulation: the real engine over virtual clients, clock and device; a safety phase, then a liveness phase.
+"""One simulation: the real engine over virtual clients, clock and device; a safety phase, then a liveness
+phase.
 
-In the safety phase faults strike and nothing wrong may happen. Then faults and arrivals stop, and everything that is
-open must finish within a bound. One seed is one timeline, whatever the process's hash seed.
+In the safety phase faults strike and nothing wrong may happen. Then faults and arrivals stop, and everything
+that is open must finish within a bound. One seed is one timeline, whatever the process's hash seed.
 
 Specification: rulings "Tests"; 0x05H, 0x07L (the local oracles this replaces with shipping code).
 """

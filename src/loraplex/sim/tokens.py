@@ -1,9 +1,11 @@
-"""What the virtual device computes instead of a model: fingerprints, and the token that a history of them leads to.
+"""What the virtual device computes instead of a model: fingerprints, and the token that a history of them
+leads to.
 
-A KV position holds a fingerprint of (token, position, adapter image). A sampled token is a hash of all fingerprints of
-its history, in order. Images of one kind change the output head alone: their KV positions are the base's, and the token
-depends on the image beside the history. `expected_tokens` says what a request alone would produce; it knows nothing of pages, plans or
-engines, so a row that ran with a wrong adapter, a stale page, a lost or doubled position gives another token.
+A KV position holds a fingerprint of (token, position, adapter image). A sampled token is a hash of all
+fingerprints of its history, in order. Images of one kind change the output head alone: their KV positions are
+the base's, and the token depends on the image beside the history. `expected_tokens` says what a request alone
+would produce; it knows nothing of pages, plans or engines, so a row that ran with a wrong adapter, a stale
+page, a lost or doubled position gives another token.
 
 Specification: rulings "Tests" (checkers outside the code under test).
 """
@@ -69,7 +71,8 @@ def split(adapter: int) -> tuple[int, int]:
 
 
 def expected_tokens(prompt: I32, adapter: int, count: int, vocab_size: int, invoked_at: int = 0) -> list[int]:
-    """The first `count` tokens that a request alone would produce. adapter: its image's number, 0 for the base.
+    """The first `count` tokens that a request alone would produce. adapter: its image's number, 0 for the
+    base.
 
     invoked_at: position from which on the adapter acts.
     """

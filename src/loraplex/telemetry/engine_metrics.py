@@ -1,7 +1,7 @@
 """Prometheus metrics that are computed from the engine's events alone.
 
-Counts go on over a restart of the engine. Labels are from fixed sets: phases, states, codes and finish reasons; never an
-adapter, a tenant or anything that a caller chose. Specification: 0x09K, rulings "Promise".
+Counts go on over a restart of the engine. Labels are from fixed sets: phases, states, codes and finish
+reasons; never an adapter, a tenant or anything that a caller chose. Specification: 0x09K, rulings "Promise".
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""From the engine's messages to an answer: text, stop strings, log probabilities, counts and the end of one sample.
+"""From the engine's messages to an answer: text, stop strings, log probabilities, counts and the end of one
+sample.
 
-The one place where an answer is put together, for the server and for `LLM`. A front end hands over every message of a
-sample and gets what it adds; where a stop string completes, it is told which token was the last, and tells the engine.
+The one place where an answer is put together, for the server and for `LLM`. A front end hands over every
+message of a sample and gets what it adds; where a stop string completes, it is told which token was the last,
+and tells the engine.
 
-Never sends anything and never knows how an answer is written. Specification: architecture "A request's way" (11), rulings "Text".
+Never sends anything and never knows how an answer is written. Specification: architecture "A request's way"
+(11), rulings "Text".
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ TOOL_CALLS: Final = "tool_calls"
 
 @dataclass(slots=True)
 class Piece:
-    """A part of one sample's answer, or all of it. choice: which sample. finish_reason: None until it is over.
+    """A part of one sample's answer, or all of it. choice: which sample. finish_reason: None until it is
+    over.
 
     calls: what calls of tools get; their text is no part of `text`.
     """
@@ -57,10 +61,11 @@ def _ends(codec: TextCodec, params: SamplingParams) -> set[int]:
 
 
 class SampleAssembly:
-    """One sample on its way. tokens: generated up to now, none behind a stop string. over: nothing more is added.
+    """One sample on its way. tokens: generated up to now, none behind a stop string. over: nothing more is
+    added.
 
-    binding: what its latest tokens were computed with. cached_tokens: of the prompt, reused when it was first answered; None
-    before that.
+    binding: what its latest tokens were computed with. cached_tokens: of the prompt, reused when it was first
+    answered; None before that.
     """
 
     def __init__(
@@ -71,7 +76,9 @@ class SampleAssembly:
         prompt: Sequence[int],
         tools: ToolUse | None = None,
     ) -> None:
-        """codec: None gives token ids without text. prompt: its text continues there. tools: what the answer may call."""
+        """codec: None gives token ids without text. prompt: its text continues there. tools: what the answer
+        may call.
+        """
         self.choice = choice
         self.tokens = 0
         self.over = False
@@ -97,8 +104,8 @@ class SampleAssembly:
     def take(self, message: Tokens | Ended, piece: Piece) -> int | None:
         """Add what a message brings to `piece`.
 
-        The number of tokens that the engine is to finish with, where a stop string completed; None else. Raises the
-        error with which the engine ended the request.
+        The number of tokens that the engine is to finish with, where a stop string completed; None else.
+        Raises the error with which the engine ended the request.
         """
         if self.over:
             return None
@@ -153,5 +160,7 @@ class SampleAssembly:
 
 
 def fewest_cached(samples: Iterable[SampleAssembly]) -> int:
-    """Prompt tokens that were not computed for any sample of a prompt: what one of them computed is not cached."""
+    """Prompt tokens that were not computed for any sample of a prompt: what one of them computed is not
+    cached.
+    """
     return min((sample.cached_tokens or 0 for sample in samples), default=0)

@@ -1,9 +1,9 @@
 """The Jinja environment of templates that strangers wrote: what a render may take is counted while it runs.
 
-A sandbox keeps a template from our objects, not from our processor and memory. Here every round of a loop, every call,
-filter, operator and output spends from one allowance of characters and of the thread's processor time; what would make
-something huge in one go is refused before it is made. Owns these bounds; the words that templates know are
-`chat_template`'s. Specification: rulings "Text".
+A sandbox keeps a template from our objects, not from our processor and memory. Here every round of a loop,
+every call, filter, operator and output spends from one allowance of characters and of the thread's processor
+time; what would make something huge in one go is refused before it is made. Owns these bounds; the words that
+templates know are `chat_template`'s. Specification: rulings "Text".
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ _JOINED: Final = "joined by the sandbox"
 
 
 class _Counting(jinja2.visitor.NodeTransformer):
-    """Has loops and concatenations go through filters that count; their names are none that a template can write."""
+    """Has loops and concatenations go through filters that count; their names are none that a template can
+    write.
+    """
 
     def __init__(self, environment: BoundedEnvironment) -> None:
         self._environment = environment

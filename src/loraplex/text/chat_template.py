@@ -1,7 +1,8 @@
 """Chat templates: a model's Jinja source, run in a sandbox, turns messages into prompt text.
 
-The environment offers what the field's templates rely on (`raise_exception`, `strftime_now`, `tojson`, loop controls,
-`{% generation %}` blocks) and nothing else; a template cannot reach Python objects or change its input.
+The environment offers what the field's templates rely on (`raise_exception`, `strftime_now`, `tojson`, loop
+controls, `{% generation %}` blocks) and nothing else; a template cannot reach Python objects or change its
+input.
 
 Specification: rulings "Text".
 """
@@ -31,7 +32,9 @@ Environment = jinja2.sandbox.ImmutableSandboxedEnvironment
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks assistant text for training; when serving it is its body."""
+    """`{% generation %}...{% endgeneration %}` marks assistant text for training; when serving it is its
+    body.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - the attribute that Jinja reads
 
@@ -81,7 +84,8 @@ def _environment(kind: type[Environment]) -> Environment:
 class ChatTemplate:
     """One compiled template. special: texts of the special tokens, by role (`bos_token`, ...).
 
-    stranger: it came with an adapter, so that what a render takes is bounded. tool_format: by name, where a card says it.
+    stranger: it came with an adapter, so that what a render takes is bounded. tool_format: by name, where a
+    card says it.
     """
 
     def __init__(
@@ -104,7 +108,8 @@ class ChatTemplate:
             raise CallerError(code, f"{self._whose} chat template does not parse: {error}") from error
         self._special = dict(special)
         self._bounds: Callable[[], AbstractContextManager[None]] = allowance if stranger else nullcontext
-        # A template that has a way with the role names it; another would refuse it, or print a word that it was never taught.
+        # A template that has a way with the role names it; another would refuse it, or print a word that it
+        # was never taught.
         self._knows_developer = "developer" in source
 
     @functools.cached_property
@@ -127,10 +132,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         suffix: str | None = None,
     ) -> str:
-        """Prompt text that ends where the assistant's answer begins; `invalid_request` when the template refuses.
+        """Prompt text that ends where the assistant's answer begins; `invalid_request` when the template
+        refuses.
 
-        tools: as templates read them. suffix: opens the answer in place of the template's own opening. A developer's message is
-        a system message to a template that does not know the role.
+        tools: as templates read them. suffix: opens the answer in place of the template's own opening. A
+        developer's message is a system message to a template that does not know the role.
         """
         try:
             with self._bounds():

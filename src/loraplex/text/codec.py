@@ -1,7 +1,7 @@
 """Text and token ids: tokenise, apply the chat template, decode.
 
-Lives in client processes; the engine sees ids only. Never imports torch. A folder without tokenizer.json has no codec
-and serves token ids.
+Lives in client processes; the engine sees ids only. Never imports torch. A folder without tokenizer.json has
+no codec and serves token ids.
 
 Specification: rulings "Text".
 """
@@ -43,7 +43,8 @@ class TextCodec:
     """A tokenizer with its end-of-sequence set and, where the model has one, its chat template.
 
     eos_token_ids: ids that end a sequence. vocab_size: ids that the tokenizer knows, added ones included.
-    hidden: texts of the tokens that leave none in an answer, by id: special ones and those that end a sequence.
+    hidden: texts of the tokens that leave none in an answer, by id: special ones and those that end a
+    sequence.
     """
 
     def __init__(
@@ -100,8 +101,8 @@ class TextCodec:
     ) -> Self:
         """This codec with a template in place of its own, further tokens, and further ends by text or id.
 
-        Without further tokens it shares the tokenizer. Raises `adapter_unsupported` for a token that cannot have its id
-        here, and for an end that is none of its tokens.
+        Without further tokens it shares the tokenizer. Raises `adapter_unsupported` for a token that cannot
+        have its id here, and for an end that is none of its tokens.
         """
         other = copy(self)
         if template is not None:
@@ -158,7 +159,9 @@ class TextCodec:
         return index
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of `text`. add_special: with what the model's tokenizer puts around it; a BOS is never doubled."""
+        """Token ids of `text`. add_special: with what the model's tokenizer puts around it; a BOS is never
+        doubled.
+        """
         if len(text) <= SHORT_TEXT_CHARS:
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special)
         else:  # a batch of one lets go of the interpreter meanwhile, which `encode` does not
@@ -174,7 +177,9 @@ class TextCodec:
         return ids
 
     def surely_exceeds(self, text: str, tokens: int) -> bool:
-        """Whether `text` is too long for so many tokens whatever it says; False where only tokenising it would tell."""
+        """Whether `text` is too long for so many tokens whatever it says; False where only tokenising it
+        would tell.
+        """
         return self._longest is not None and len(text) > tokens * self._longest
 
     def chat(
@@ -184,10 +189,11 @@ class TextCodec:
         suffix: str | None = None,
         add_special: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation, up to where the assistant answers. The template alone decides about a BOS.
+        """Token ids of a conversation, up to where the assistant answers. The template alone decides about a
+        BOS.
 
-        tools: what the answer may call. suffix: text that opens the answer in place of what the template opens it with.
-        add_special: with what the tokenizer puts around a text.
+        tools: what the answer may call. suffix: text that opens the answer in place of what the template
+        opens it with. add_special: with what the tokenizer puts around a text.
         """
         template = self.template()
         given, offered = messages_for(template, messages, tools)

@@ -1,8 +1,9 @@
-"""Which codec reads and writes the text of an adapter: the base's, or the base's with what the adapter's files say.
+"""Which codec reads and writes the text of an adapter: the base's, or the base's with what the adapter's
+files say.
 
-Owns the choice and what it costs: codecs are made once for each set of companions and the least recently used are
-dropped. A template of an adapter is a stranger's and runs within bounds. Never splits a token that an adapter's
-tokenizer knows: it is a token here too, or the adapter is refused. Specification: rulings "Text".
+Owns the choice and what it costs: codecs are made once for each set of companions and the least recently used
+are dropped. A template of an adapter is a stranger's and runs within bounds. Never splits a token that an
+adapter's tokenizer knows: it is a token here too, or the adapter is refused. Specification: rulings "Text".
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Codecs:
     ) -> TextCodec | None:
         """The codec for requests of an adapter; None where the base has no tokenizer.
 
-        Raises `adapter_unsupported` where a template, a token or an end cannot be what the adapter's files say.
+        Raises `adapter_unsupported` where a template, a token or an end cannot be what the adapter's files
+        say.
         """
         if self.base is None or choice is TextChoice.BASE or companions == NO_COMPANIONS:
             return self.base

@@ -1,6 +1,7 @@
 """From tokens to text, piece by piece, up to a stop string.
 
-Owns what is held back: incomplete characters and the beginning of what may become a stop string. Never knows of requests.
+Owns what is held back: incomplete characters and the beginning of what may become a stop string. Never knows
+of requests.
 
 Specification: rulings "Text".
 """
@@ -22,11 +23,12 @@ _CONTEXT_TOKENS: Final = 6
 class Detokenizer:
     """Turns a request's tokens into final text as they come.
 
-    Special tokens and end tokens leave no text; a stop string that spells one is found all the same. Held back: characters whose bytes are incomplete, and the longest end that may become a stop string. What comes out
-    depends on the tokens only, not on how they were split over calls.
+    Special tokens and end tokens leave no text; a stop string that spells one is found all the same. Held
+    back: characters whose bytes are incomplete, and the longest end that may become a stop string. What comes
+    out depends on the tokens only, not on how they were split over calls.
 
-    stopped_at: index of the token with which a stop string completed, None before. The text of the stop string and
-    all that follows it is not part of the output.
+    stopped_at: index of the token with which a stop string completed, None before. The text of the stop
+    string and all that follows it is not part of the output.
     """
 
     def __init__(
@@ -40,10 +42,11 @@ class Detokenizer:
         ends: Collection[int] = (),
         with_stop: bool = False,
     ) -> None:
-        """context: tokens before the first one; some tokenizers write a word differently at the start of a text.
+        """context: tokens before the first one; some tokenizers write a word differently at the start of a
+        text.
 
-        marks: texts of special tokens that are part of the output. ends: what ends an answer, no part of it either way.
-        with_stop: the stop string is part of it.
+        marks: texts of special tokens that are part of the output. ends: what ends an answer, no part of it
+        either way. with_stop: the stop string is part of it.
         """
         self._codec = codec
         self._skip = skip_special
@@ -85,7 +88,9 @@ class Detokenizer:
         return self._codec.decode(self._window, self._skip)
 
     def _text_of(self, token: int) -> str:
-        """New complete characters. The window begins one step before what was shown last, so that its text is stable."""
+        """New complete characters. The window begins one step before what was shown last, so that its text is
+        stable.
+        """
         self._window.append(token)
         text = self._decode()
         complete = text.rstrip(_REPLACEMENT)

@@ -29,7 +29,8 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 def check_sampling(params: SamplingParams, codec: TextCodec | None) -> None:
-    """Raise for what a model with this tokenizer could not carry out: `tokenizer_missing`, `token_out_of_range`.
+    """Raise for what a model with this tokenizer could not carry out: `tokenizer_missing`,
+    `token_out_of_range`.
 
     Ids from the tokenizer's size on are never sampled: what is said of them would say nothing.
     """

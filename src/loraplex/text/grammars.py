@@ -1,9 +1,10 @@
-"""Grammars of constrained output, through llguidance: JSON schemas become grammars, grammars become token masks.
+"""Grammars of constrained output, through llguidance: JSON schemas become grammars, grammars become token
+masks.
 
-Clients make grammar text of a schema and have it checked (`schema_grammar`), which needs no tokenizer. The engine's side
-(`GuidanceGrammars`, the `Grammars` port) compiles it in a thread that lets go of the interpreter meanwhile, keeps what it
-compiled, and gives each request a copy of its own. Everything is bounded: a grammar that outgrows its bounds ends its
-request, typed.
+Clients make grammar text of a schema and have it checked (`schema_grammar`), which needs no tokenizer. The
+engine's side (`GuidanceGrammars`, the `Grammars` port) compiles it in a thread that lets go of the
+interpreter meanwhile, keeps what it compiled, and gives each request a copy of its own. Everything is
+bounded: a grammar that outgrows its bounds ends its request, typed.
 
 Specification: rulings "Sampling", rulings "Dependencies" (llguidance).
 """
@@ -32,8 +33,9 @@ from loraplex.core.ports import Constraint
 from loraplex.engine.constraints import NoGrammars
 
 WHITESPACE: Final = r"( |\n {0,32}|\n\t{0,16})?"
-"""Between JSON tokens: nothing, a space, or a new line with its indentation. Without an end to it, a model that likes
-blanks never writes anything else."""
+"""Between JSON tokens: nothing, a space, or a new line with its indentation. Without an end to it, a model
+that likes blanks never writes anything else.
+"""
 _OPTIONS: Final = {"whitespace_pattern": WHITESPACE, "coerce_one_of": False, "lenient": False}
 _KEPT: Final = 64
 """Compiled grammars that are kept for the next request with the same schema."""
@@ -57,7 +59,9 @@ def _refuse(reason: str) -> CallerError:
 
 
 def schema_grammar(schema: dict[str, Any] | bool) -> str:
-    """Grammar text for a decoded JSON schema. Raises `schema_unsupported` for what cannot be enforced; may take long."""
+    """Grammar text for a decoded JSON schema. Raises `schema_unsupported` for what cannot be enforced; may
+    take long.
+    """
     if schema is False:
         raise _refuse("it permits nothing")
     schema = {} if schema is True else schema
@@ -75,7 +79,9 @@ def schema_grammar(schema: dict[str, Any] | bool) -> str:
 
 
 def checked_grammar(grammar: str) -> str:
-    """Grammar text that can be enforced as it is, or `schema_unsupported`. Token ids in it are not checked here."""
+    """Grammar text that can be enforced as it is, or `schema_unsupported`. Token ids in it are not checked
+    here.
+    """
     wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=_limits())
     messages = [message for message in messages if not message.startswith(_NO_TOKENIZER)]
     if wrong or messages:
@@ -93,14 +99,45 @@ _MANY: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _ENFORCED: Final = frozenset(
     {
-        "type", "enum", "const", "$ref", "required", "minProperties", "maxProperties", "minItems", "maxItems", "minimum",
-        "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "pattern", "format",
+        "type",
+        "enum",
+        "const",
+        "$ref",
+        "required",
+        "minProperties",
+        "maxProperties",
+        "minItems",
+        "maxItems",
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+        "minLength",
+        "maxLength",
+        "pattern",
+        "format",
     }
-)  # fmt: skip
+)
 _SAYS_NOTHING: Final = frozenset(
-    {"discriminator", "example", "contentMediaType", "contentEncoding", "$schema", "$id", "$anchor", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly",
-     "writeOnly"}
-)  # fmt: skip
+    {
+        "discriminator",
+        "example",
+        "contentMediaType",
+        "contentEncoding",
+        "$schema",
+        "$id",
+        "$anchor",
+        "$comment",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+    }
+)
 """Annotations of the standard, which constrain nothing."""
 _OF_OTHERS: Final = frozenset({"discriminator", "example", "contentMediaType", "contentEncoding"})
 """Annotations that the library does not know as such."""
@@ -113,9 +150,11 @@ _JOINING: Final = frozenset({"anyOf", "oneOf", "allOf", "$ref"})
 
 
 def check_keywords(schema: object, path: str = "$", depth: int = 0) -> None:
-    """Raise `schema_unsupported` for a keyword that is neither enforced nor one of the standard's annotations.
+    """Raise `schema_unsupported` for a keyword that is neither enforced nor one of the standard's
+    annotations.
 
-    The library ignores keywords that it does not know, as the standard allows; whoever wrote one means something by it.
+    The library ignores keywords that it does not know, as the standard allows; whoever wrote one means
+    something by it.
     """
     if isinstance(schema, bool):
         return
@@ -169,9 +208,10 @@ def plain(schema: Any) -> Any:
 def check_multiples(schema: object) -> None:
     """Raise `schema_unsupported` for a `multipleOf` whose automaton would not end being built.
 
-    Its states are as many as the number has units, and those of numbers that hold together as many as their least common
-    multiple has: the library's fuel does not count them, and building them holds up everybody's grammars and the memory of
-    the engine. Takes all numbers of a schema as one group where anything in it joins schemas.
+    Its states are as many as the number has units, and those of numbers that hold together as many as their
+    least common multiple has: the library's fuel does not count them, and building them holds up everybody's
+    grammars and the memory of the engine. Takes all numbers of a schema as one group where anything in it
+    joins schemas.
     """
     found: list[Decimal] = []
     joined = _collect_multiples(schema, found)
@@ -194,7 +234,9 @@ def check_multiples(schema: object) -> None:
 
 
 def _collect_multiples(schema: object, found: list[Decimal]) -> bool:
-    """Add every `multipleOf` number inside a checked schema to `found`; whether something in it joins schemas."""
+    """Add every `multipleOf` number inside a checked schema to `found`; whether something in it joins
+    schemas.
+    """
     if not isinstance(schema, dict):
         return False
     joined = not _JOINING.isdisjoint(schema)
@@ -213,7 +255,9 @@ class GuidedConstraint:
         self.matcher = matcher
 
     def accept(self, token: int) -> bool:
-        """Move on; whether nothing may follow. Raises `schema_unsupported` when the grammar outgrew its bounds."""
+        """Move on; whether nothing may follow. Raises `schema_unsupported` when the grammar outgrew its
+        bounds.
+        """
         if not self.matcher.consume_token(token):
             raise _refuse(f"it became too complex ({self.matcher.get_error()})")
         return bool(self.matcher.is_stopped())
@@ -262,8 +306,9 @@ class GuidanceGrammars:
     def _compile(self, grammar: str) -> LLMatcher:
         """The grammar at its beginning, in the thread of its own.
 
-        The first mask is taken here: the library makes most of an automaton when it is first asked for a mask, which may
-        take most of a second, and keeps it for every copy; in a step everybody would wait for it.
+        The first mask is taken here: the library makes most of an automaton when it is first asked for a
+        mask, which may take most of a second, and keeps it for every copy; in a step everybody would wait for
+        it.
         """
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
         if not matcher.is_error():

@@ -1,8 +1,8 @@
-"""What a client process finds out about a tokenised prompt for the engine: where an activated adapter is invoked, under
-which executions the prompt's KV rows are made, and the keys of its full blocks.
+"""What a client process finds out about a tokenised prompt for the engine: where an activated adapter is
+invoked, under which executions the prompt's KV rows are made, and the keys of its full blocks.
 
-One way for the server and for `LLM`, so that both find the same blocks. Never looks anything up: the engine does, after
-it has checked the namespace.
+One way for the server and for `LLM`, so that both find the same blocks. Never looks anything up: the engine
+does, after it has checked the namespace.
 
 Specification: 0x08E, 0x08G, 0x08I (freeze, derive); rulings "KV compatibility".
 """
@@ -29,7 +29,9 @@ NOT_INVOKED: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class CacheTerms:
-    """What the engine says of its prefix cache. base: H_base. cache_abi: digest. on: whether blocks are cached at all."""
+    """What the engine says of its prefix cache. base: H_base. cache_abi: digest. on: whether blocks are
+    cached at all.
+    """
 
     base: str
     cache_abi: str
@@ -51,7 +53,9 @@ class CacheTerms:
 
 @dataclass(frozen=True, slots=True)
 class Acting:
-    """The adapter of a request, as far as KV rows can tell. execution: digest. invocation: none for one that is always on."""
+    """The adapter of a request, as far as KV rows can tell. execution: digest. invocation: none for one that
+    is always on.
+    """
 
     execution: str
     invocation: tuple[int, ...]
@@ -64,8 +68,8 @@ class Acting:
 
 @dataclass(frozen=True, slots=True)
 class PromptKeys:
-    """invoked_at: where the adapter is invoked, -1 for the base and for an adapter that is always on. history: of the KV
-    rows. block_keys: 32 bytes for each full block, empty where nothing is cached.
+    """invoked_at: where the adapter is invoked, -1 for the base and for an adapter that is always on.
+    history: of the KV rows. block_keys: 32 bytes for each full block, empty where nothing is cached.
     """
 
     invoked_at: int
@@ -74,7 +78,9 @@ class PromptKeys:
 
 
 def invocation_at(tokens: Sequence[int], acting: Acting) -> int | None:
-    """Position at which `acting` is invoked, -1 for one that is always on; None where the prompt lacks the invocation."""
+    """Position at which `acting` is invoked, -1 for one that is always on; None where the prompt lacks the
+    invocation.
+    """
     return last_invocation(tokens, acting.invocation) if acting.invocation else NOT_INVOKED
 
 
@@ -85,7 +91,9 @@ def prompt_keys(
     terms: CacheTerms,
     namespace: str,
 ) -> PromptKeys:
-    """History and keys of one prompt. acting: None for the base. namespace: of the cache. Linear in the prompt."""
+    """History and keys of one prompt. acting: None for the base. namespace: of the cache. Linear in the
+    prompt.
+    """
     history = history_of(
         terms.base,
         None if acting is None else acting.execution,
@@ -100,7 +108,9 @@ def prompt_keys(
 
 
 def invocation_missing(name: str, invocation: Sequence[int], text: str | None, param: str) -> CallerError:
-    """The refusal of a prompt that does not invoke the activated adapter `name`. text: of the invocation, if known."""
+    """The refusal of a prompt that does not invoke the activated adapter `name`. text: of the invocation, if
+    known.
+    """
     said = "" if text is None else f" {text!r},"
     ids = ", ".join(map(str, invocation[:8])) + (", ..." if len(invocation) > 8 else "")
     return CallerError(

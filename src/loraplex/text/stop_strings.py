@@ -1,7 +1,8 @@
 """Stop strings: what of a growing text no stop string can reach any more, and where one completes.
 
-A text has shown characters and, where a stop string spells a special token, the hidden ones of special tokens between
-them: `<|im_end|>` ends an answer though it is never part of one. Knows nothing of tokens and requests.
+A text has shown characters and, where a stop string spells a special token, the hidden ones of special tokens
+between them: `<|im_end|>` ends an answer though it is never part of one. Knows nothing of tokens and
+requests.
 
 Specification: rulings "Text".
 """
@@ -14,11 +15,14 @@ from collections.abc import Iterable, Sequence
 class StopStrings:
     """Holds back the longest end of a text that may become a stop string.
 
-    A stop string without a special token is looked for in what is shown, one with a special token in the whole text.
+    A stop string without a special token is looked for in what is shown, one with a special token in the
+    whole text.
     """
 
     def __init__(self, stops: Sequence[str], special: Iterable[str], *, kept: bool = False) -> None:
-        """special: texts of tokens that are not shown. kept: a stop string that completes is part of the text."""
+        """special: texts of tokens that are not shown. kept: a stop string that completes is part of the
+        text.
+        """
         self._kept = kept
         texts = tuple(filter(None, special))
         self._spelled = tuple(stop for stop in stops if any(text in stop for text in texts))
@@ -27,7 +31,9 @@ class StopStrings:
         """Characters, and whether they are shown."""
 
     def add(self, text: str, *, shown: bool = True, final: bool = False) -> tuple[str, bool]:
-        """What is final now, and whether a stop string is complete: then nothing of it is given. final: nothing follows."""
+        """What is final now, and whether a stop string is complete: then nothing of it is given. final:
+        nothing follows.
+        """
         if not self._plain and not self._spelled:
             return (text if shown else ""), False
         if shown or self._spelled:

@@ -1,4 +1,6 @@
-"""The CUDA executor through the runner: same plans, same tokens as the reference model, in buckets and in mixed steps."""
+"""The CUDA executor through the runner: same plans, same tokens as the reference model, in buckets and in
+mixed steps.
+"""
 
 from __future__ import annotations
 

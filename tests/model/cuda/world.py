@@ -1,4 +1,6 @@
-"""The CUDA executor over tiny models where there is no GPU: kernels interpreted, captured steps run one by one."""
+"""The CUDA executor over tiny models where there is no GPU: kernels interpreted, captured steps run one by
+one.
+"""
 
 from __future__ import annotations
 

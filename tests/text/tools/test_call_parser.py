@@ -1,4 +1,6 @@
-"""Answers become text and calls: the same however they come, and with nothing given out that may be taken back."""
+"""Answers become text and calls: the same however they come, and with nothing given out that may be taken
+back.
+"""
 
 from __future__ import annotations
 

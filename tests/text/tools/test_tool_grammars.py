@@ -230,7 +230,9 @@ def test_what_the_grammar_lets_through_reads_as_calls_of_the_tools(form: str) ->
 
 
 def test_references_stay_inside_their_tool() -> None:
-    """Two tools whose schemas use the same names, a property called like a keyword, and one that refers to itself."""
+    """Two tools whose schemas use the same names, a property called like a keyword, and one that refers to
+    itself.
+    """
     nested = Tool(
         "tree",
         None,

@@ -1,4 +1,6 @@
-"""A model's form is found from its template, conversations with calls go through any template, wrong tools are refused."""
+"""A model's form is found from its template, conversations with calls go through any template, wrong tools
+are refused.
+"""
 
 from __future__ import annotations
 

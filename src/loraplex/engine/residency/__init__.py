@@ -1,1 +1,3 @@
-"""Which adapters are where: registration, loads, host images, wants; who gives pages up, and whether there is room."""
+"""Which adapters are where: registration, loads, host images, wants; who gives pages up, and whether there is
+room.
+"""

@@ -1,7 +1,7 @@
 """What can never be had, however long one waits: pins, limits and the pool leave too little.
 
-Says why, as the typed refusal. Looks at sizes, pins and limits alone, never at who runs now (that is `room`'s) and never at
-who could go (`victims`').
+Says why, as the typed refusal. Looks at sizes, pins and limits alone, never at who runs now (that is
+`room`'s) and never at who could go (`victims`').
 
 Specification: 0x09B (feasible); rulings "Leases" (pins).
 """
@@ -106,9 +106,9 @@ def require_pinnable(state: EngineState, entry: AdapterEntry) -> None:
 def pages_of(entries: Iterable[AdapterEntry]) -> int:
     """Pages that adapters hold or will hold together.
 
-    Small ones count the slab pages that they lie in, once each; those that are not on the device are counted as packed
-    into blocks of these pages that are none of theirs, and into new ones. They may come to lie further apart; then they
-    count what they hold.
+    Small ones count the slab pages that they lie in, once each; those that are not on the device are counted
+    as packed into blocks of these pages that are none of theirs, and into new ones. They may come to lie
+    further apart; then they count what they hold.
     """
     pages = 0
     placed: dict[int, Counter[int]] = {}

@@ -1,8 +1,9 @@
 """The host tier at work: which images are fetched, and which are given up for them.
 
-A revision lease makes sure of the registered image in the disk store; bytes in host memory it has by preference only:
-images that nobody leases go first, and one that is on the device, or on its way there, is never given up, because a
-rollback restores from it. An image that fails to arrive is tried again with growing pauses.
+A revision lease makes sure of the registered image in the disk store; bytes in host memory it has by
+preference only: images that nobody leases go first, and one that is on the device, or on its way there, is
+never given up, because a rollback restores from it. An image that fails to arrive is tried again with growing
+pauses.
 
 Specification: 0x04A, 0x04C (absent, host_ready); rulings "Residency", "Loading".
 """
@@ -22,7 +23,9 @@ from loraplex.memory.residency import AdapterEntry
 
 
 class AllOnHost:
-    """`core.ports.Loader` for engines whose images are all in host memory: every fetch has ended at the next poll."""
+    """`core.ports.Loader` for engines whose images are all in host memory: every fetch has ended at the next
+    poll.
+    """
 
     def __init__(self) -> None:
         self._asked: list[str] = []
@@ -41,7 +44,9 @@ class AllOnHost:
 
 
 def want(state: EngineState, entry: AdapterEntry, *, speculative: bool = False) -> bool:
-    """See that an absent adapter's image comes; False when it cannot now. speculative: give nothing up for it."""
+    """See that an absent adapter's image comes; False when it cannot now. speculative: give nothing up for
+    it.
+    """
     image = state.host.get(entry.kernel_digest)
     if image is not None:
         if image.state is HostState.READY:

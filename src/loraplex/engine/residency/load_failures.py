@@ -1,7 +1,7 @@
 """Failed loads and fetches: counted, tried again after a pause, told to those who wait when it was the last.
 
-Attempts of a load and attempts of a request are different counters; a retry keeps the request's arrival, ticket and
-leased revision.
+Attempts of a load and attempts of a request are different counters; a retry keeps the request's arrival,
+ticket and leased revision.
 
 Specification: 0x09L.
 """

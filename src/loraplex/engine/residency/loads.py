@@ -1,8 +1,9 @@
 """Loads: from a host image and reserved pages to a published adapter, or back to where it began.
 
-A load is a transaction. Its copy starts when the last launch that may name its pages has been committed, runs beside the
-steps, and is compared by checksum on the device; publication is one point. Until then no row can bind it. A failure
-gives pages back, restores the adapters that gave them up, and is tried again; what waits for it keeps its place.
+A load is a transaction. Its copy starts when the last launch that may name its pages has been committed, runs
+beside the steps, and is compared by checksum on the device; publication is one point. Until then no row can
+bind it. A failure gives pages back, restores the adapters that gave them up, and is tried again; what waits
+for it keeps its place.
 
 Specification: 0x04E, 0x05E, 0x05F, 0x07G, 0x09L.
 """
@@ -37,8 +38,8 @@ def begin(
 def pump(state: EngineState) -> None:
     """Start copies whose pages may be overwritten, in order of purpose, a few at a time.
 
-    A start reads the image's tables in the step's own time. Where rows run there are few a step, and one at most that no
-    request waits for.
+    A start reads the image's tables in the step's own time. Where rows run there are few a step, and one at
+    most that no request waits for.
     """
     waiting = [job for job in state.loads.values() if not job.started]
     if not waiting:
@@ -65,7 +66,9 @@ def pump(state: EngineState) -> None:
 
 
 def finish(state: EngineState, slot: int, generation: int, intact: bool) -> LoadJob | None:
-    """A copy ended: publish it, or roll it back. Returns its job for whoever waited; None when none is under way."""
+    """A copy ended: publish it, or roll it back. Returns its job for whoever waited; None when none is under
+    way.
+    """
     job = state.loads.get((slot, generation))
     if job is None or not job.started:
         state.emit(CopyIgnored(state.clock.now_ns(), slot, generation, intact))
@@ -101,7 +104,9 @@ def _publish(state: EngineState, job: LoadJob) -> None:
 
 
 def _roll_back(state: EngineState, job: LoadJob, error: InternalFault) -> None:
-    """Pages return, the slot's generation grows, the adapter is back on the host, victims get their pages back."""
+    """Pages return, the slot's generation grows, the adapter is back on the host, victims get their pages
+    back.
+    """
     entry = job.entry
     owed = job.transaction.rollback(state.newest_launch)
     transitions.roll_back(state, entry)
@@ -120,7 +125,9 @@ def _roll_back(state: EngineState, job: LoadJob, error: InternalFault) -> None:
 
 
 def _restore(state: EngineState, source: Transaction, place: Restoration) -> None:
-    """Load a victim into its own pages again, or into a block, from its host image; one that is no longer wanted gives them up."""
+    """Load a victim into its own pages again, or into a block, from its host image; one that is no longer
+    wanted gives them up.
+    """
     victim = place.entry
     if victim.removing or not state.directory.free:
         source.give_up(place, state.newest_launch)

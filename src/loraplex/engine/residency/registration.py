@@ -1,9 +1,9 @@
 """Adapters of this worker: registered, described, removed, revoked.
 
-Registering takes an image that lies verified in the disk store; whether it goes on to host and device is decided by
-calls (`wants`), by requests (`admission`) and by the queue. Removal stops new requests at once and waits for nobody:
-the adapter leaves when its last lease, its copy and the last launch that names it are gone, and cached blocks made under it
-go with it. Revocation ends its requests.
+Registering takes an image that lies verified in the disk store; whether it goes on to host and device is
+decided by calls (`wants`), by requests (`admission`) and by the queue. Removal stops new requests at once and
+waits for nobody: the adapter leaves when its last lease, its copy and the last launch that names it are gone,
+and cached blocks made under it go with it. Revocation ends its requests.
 
 Specification: 0x07F to 0x07I; rulings "Residency".
 """
@@ -62,7 +62,9 @@ def register(state: EngineState, message: RegisterAdapter) -> None:
 
 
 def _execution(state: EngineState, message: RegisterAdapter) -> str:
-    """What acts where the adapter is on, as far as KV rows can tell; raises `identity_invalid`. Empty where nothing is cached."""
+    """What acts where the adapter is on, as far as KV rows can tell; raises `identity_invalid`. Empty where
+    nothing is cached.
+    """
     if not state.limits.prefix_cache:
         return ""
     if message.execution:
@@ -71,7 +73,9 @@ def _execution(state: EngineState, message: RegisterAdapter) -> str:
 
 
 def _require_sound(message: RegisterAdapter, page_bytes: int, vocab_size: int) -> None:
-    """What a preparation says of its image must at least be possible; nothing else here looks at it before a copy."""
+    """What a preparation says of its image must at least be possible; nothing else here looks at it before a
+    copy.
+    """
     for name, digest in (("key", message.key), ("kernel digest", message.kernel_digest)):
         if not digest:
             raise InternalFault(ErrorCode.IDENTITY_INVALID, f"an adapter was registered without a {name}")
@@ -160,7 +164,9 @@ def finish_departures(state: EngineState) -> None:
 
 
 def describe(state: EngineState, entry: AdapterEntry) -> dict[str, object]:
-    """The engine's view of one adapter, for replies. device_pages: of its own; a block counts in device_bytes alone."""
+    """The engine's view of one adapter, for replies. device_pages: of its own; a block counts in device_bytes
+    alone.
+    """
     placed = entry.block is not None or entry.pages.size > 0
     return {
         "key": entry.key,

@@ -1,9 +1,10 @@
 """Whether there is room now, and taking it: pages for loads and for requests that grow.
 
-Room is what `EngineState.available_pages` says and what `victims` would give up. Eviction for requests frees pages at once,
-because their work is ordered after every launch that used them; a load takes its victims' pages inside its transaction, and
-pages of cached blocks before it: they are no victims that a rollback owes.
-Every page that a request or a load gets is taken here. Never chooses who goes, and never says that waiting is in vain (`feasibility` does).
+Room is what `EngineState.available_pages` says and what `victims` would give up. Eviction for requests frees
+pages at once, because their work is ordered after every launch that used them; a load takes its victims'
+pages inside its transaction, and pages of cached blocks before it: they are no victims that a rollback owes.
+Every page that a request or a load gets is taken here. Never chooses who goes, and never says that waiting is
+in vain (`feasibility` does).
 
 Specification: 0x05C (joint admission), 0x09J (speculative loads); rulings "Residency".
 """
@@ -26,7 +27,9 @@ from loraplex.memory.transaction import Demand, Transaction, block_pages, prefet
 def demand(
     state: EngineState, entry: AdapterEntry | None, kv_initial: int = 0, kv_growth: int = 0, guard: int = 0
 ) -> Demand:
-    """The joint demand of a cold adapter, or of none, with KV pages (0x05C): a small one costs a page only where no block is free."""
+    """The joint demand of a cold adapter, or of none, with KV pages (0x05C): a small one costs a page only
+    where no block is free.
+    """
     if entry is None:
         return Demand(0, kv_initial, kv_growth, guard)
     pages = block_pages(state.pool, entry.size_class) if entry.size_class else entry.page_count
@@ -34,7 +37,9 @@ def demand(
 
 
 def evict_for(state: EngineState, pages: int, keep: AdapterEntry | None = None) -> bool:
-    """Evict idle adapters for a request until `pages` pages were freed; False, with nothing changed, when they do not suffice."""
+    """Evict idle adapters for a request until `pages` pages were freed; False, with nothing changed, when
+    they do not suffice.
+    """
     choice = victims.choose(state, pages, keep=keep, floors=_floors(state))
     if not choice.enough:
         return False
@@ -44,12 +49,15 @@ def evict_for(state: EngineState, pages: int, keep: AdapterEntry | None = None) 
 
 
 def _floors(state: EngineState) -> dict[PageClass, int]:
-    """What pressure of requests leaves alone, the last one's excepted; `EngineState.spare_blocks` knows the floor of cached blocks."""
+    """What pressure of requests leaves alone, the last one's excepted; `EngineState.spare_blocks` knows the
+    floor of cached blocks.
+    """
     return {PageClass.ADAPTER: state.limits.adapter_floor if len(state.by_slot) > 1 else 0}
 
 
 def _free_available(state: EngineState, count: int, keep: AdapterEntry | None = None) -> None:
-    """Make `count` of the available pages free ones: what goes is whichever of cached blocks and idle adapters ranks first.
+    """Make `count` of the available pages free ones: what goes is whichever of cached blocks and idle
+    adapters ranks first.
 
     Where blocks go, a few more go with them: a full pool is asked again in the next step.
     """
@@ -64,14 +72,17 @@ def _free_available(state: EngineState, count: int, keep: AdapterEntry | None = 
 
 
 def take_for_rows(state: EngineState, count: int) -> tuple[I32, int]:
-    """`count` of the available pages for requests that run, and the transaction that has them; the caller owns them next."""
+    """`count` of the available pages for requests that run, and the transaction that has them; the caller
+    owns them next.
+    """
     _free_available(state, count)
     txn = state.next_transaction()
     return state.pool.reserve(count, txn), txn
 
 
 def take_for_request(state: EngineState, demand: Demand, entry: AdapterEntry | None) -> Transaction | None:
-    """The pages of a request that needs no load, idle adapters evicted for it; None, with nothing changed, without room.
+    """The pages of a request that needs no load, idle adapters evicted for it; None, with nothing changed,
+    without room.
 
     entry: its adapter, which stays.
     """
@@ -85,7 +96,8 @@ def take_for_request(state: EngineState, demand: Demand, entry: AdapterEntry | N
 def take_for_load(
     state: EngineState, demand: Demand, entry: AdapterEntry, *, evicting: bool = True
 ) -> Transaction | None:
-    """The joint transaction for a load of `entry`, victims retired inside it; None, with nothing changed, without room.
+    """The joint transaction for a load of `entry`, victims retired inside it; None, with nothing changed,
+    without room.
 
     evicting: whether other adapters may be evicted for it.
     """
@@ -110,7 +122,9 @@ def take_for_load(
 
 
 def take_spare(state: EngineState, demand: Demand, entry: AdapterEntry) -> Transaction | None:
-    """`take_for_load` for a load that nobody waits for: only what is left beyond what admitted requests will want (0x09J)."""
+    """`take_for_load` for a load that nobody waits for: only what is left beyond what admitted requests will
+    want (0x09J).
+    """
     if not prefetch_safe(demand.adapter, state.available_pages, committed_growth(state), demand.guard):
         return None
     return take_for_load(state, demand, entry, evicting=False)

@@ -1,8 +1,9 @@
 """Every change of an adapter's residency state, each with its event: nobody else changes a state.
 
-Owns what belongs to a change and must not be done without it: the slot of the directory, pages or block, the hold on the
-host image, the delta that the device hears, the slot lease. The table of legal changes is `memory.residency.TRANSITIONS`.
-Never decides that an adapter should move: loads, hosting, registration and those who need pages do.
+Owns what belongs to a change and must not be done without it: the slot of the directory, pages or block, the
+hold on the host image, the delta that the device hears, the slot lease. The table of legal changes is
+`memory.residency.TRANSITIONS`. Never decides that an adapter should move: loads, hosting, registration and
+those who need pages do.
 
 Specification: 0x04C (state machine), 0x04E (publication), 0x05D (retire, then reuse), 0x07F to 0x07H.
 """
@@ -31,10 +32,16 @@ def note_move(state: EngineState, entry: AdapterEntry, before: AdapterState) -> 
     if entry.state is not before:
         state.emit(
             AdapterTransition(
-                state.clock.now_ns(), entry.key, entry.slot, entry.generation, before, entry.state, entry.own_pages,
+                state.clock.now_ns(),
+                entry.key,
+                entry.slot,
+                entry.generation,
+                before,
+                entry.state,
+                entry.own_pages,
                 state.image_bytes(entry),
             )
-        )  # fmt: skip
+        )
 
 
 # ---------------------------------------------------------------- host memory
@@ -116,7 +123,9 @@ def unpublish(state: EngineState, entry: AdapterEntry) -> None:
 
 
 def finish_eviction(state: EngineState, entry: AdapterEntry) -> None:
-    """The transaction that took a victim's pages keeps them, or has given them up: its host image is all that is left."""
+    """The transaction that took a victim's pages keeps them, or has given them up: its host image is all that
+    is left.
+    """
     state.host.let_go(entry.kernel_digest)
     _move(state, entry, AdapterState.HOST_READY)
     state.queue.unpark(entry.key)

@@ -1,13 +1,15 @@
-"""Who gives pages up: every choice among adapters, slabs and blocks, for loads, growing requests, limits and host memory.
+"""Who gives pages up: every choice among adapters, slabs and blocks, for loads, growing requests, limits and
+host memory.
 
-What could go is offered as candidates of a page class; safety, ranking and floors are `memory.eviction`'s, here they are
-applied to the engine's adapters. A small adapter that leaves a slab with neighbours in it frees a block and no page. So
-pages are offered by adapters with pages of their own and by whole slabs; a single small adapter offers its block to
-another of its class, and its entry in the slot directory. Cached blocks that nobody reads are offered in the index's order;
-what computing one again costs stands beside what copying an adapter costs.
+What could go is offered as candidates of a page class; safety, ranking and floors are `memory.eviction`'s,
+here they are applied to the engine's adapters. A small adapter that leaves a slab with neighbours in it frees
+a block and no page. So pages are offered by adapters with pages of their own and by whole slabs; a single
+small adapter offers its block to another of its class, and its entry in the slot directory. Cached blocks
+that nobody reads are offered in the index's order; what computing one again costs stands beside what copying
+an adapter costs.
 
-Never changes a state and frees nothing: `transitions` does, at the word of whoever asked. What no victim could make
-possible is `feasibility`'s.
+Never changes a state and frees nothing: `transitions` does, at the word of whoever asked. What no victim
+could make possible is `feasibility`'s.
 
 Specification: 0x04F, 0x05D (three steps); rulings "Residency".
 """
@@ -30,7 +32,9 @@ NO_FLOORS: Final[Mapping[PageClass, int]] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offer(Candidate):
-    """Adapters that go together, priced as one, or a cached block: no adapter. Two offers may have one key: one adapter is leaving."""
+    """Adapters that go together, priced as one, or a cached block: no adapter. Two offers may have one key:
+    one adapter is leaving.
+    """
 
     adapters: tuple[AdapterEntry, ...]
 
@@ -46,7 +50,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Going:
-    """What makes room for a load: the demand that is left, the adapters and the number of cached blocks that go."""
+    """What makes room for a load: the demand that is left, the adapters and the number of cached blocks that
+    go.
+    """
 
     demand: Demand
     victims: list[AdapterEntry]
@@ -79,10 +85,12 @@ def choose(
     over: int = 0,
     cached: bool = False,
 ) -> Choice:
-    """Victims that make up `pages` and free `count` slots of the directory; where nothing does, all that may go towards it.
+    """Victims that make up `pages` and free `count` slots of the directory; where nothing does, all that may
+    go towards it.
 
-    over: pages that adapters alone must give up. cached: whether unreferenced blocks beyond their floor may go too. keep: an adapter that stays. floors: pages of a class that stay. spared: a slab page that stays. gone: adapters that go
-    anyway, counted elsewhere.
+    over: pages that adapters alone must give up. cached: whether unreferenced blocks beyond their floor may
+    go too. keep: an adapter that stays. floors: pages of a class that stay. spared: a slab page that stays.
+    gone: adapters that go anyway, counted elsewhere.
     """
     offers = _of_pages(state, keep, spared)
     order = _ranked(state, offers)
@@ -113,8 +121,9 @@ def choose(
 def choose_for_load(state: EngineState, demand: Demand, entry: AdapterEntry, evicting: bool) -> Going | None:
     """What makes room for a load, and the demand that is left; None when nothing does.
 
-    A small adapter for which a page would have to be cut may take the block of one of its class instead: whichever of
-    the two ranking gives up first, and the other where that does not suffice. evicting: whether anybody may go.
+    A small adapter for which a page would have to be cut may take the block of one of its class instead:
+    whichever of the two ranking gives up first, and the other where that does not suffice. evicting: whether
+    anybody may go.
     """
     if demand.size_class and not demand.adapter:
         spared = state.pool.slabs.next_page(demand.size_class)

@@ -1,8 +1,9 @@
-"""What operators ask of residency, while requests run: load, prefetch, pin, unpin, limits; and the queue's own wants.
+"""What operators ask of residency, while requests run: load, prefetch, pin, unpin, limits; and the queue's
+own wants.
 
-A wish is served a little each step: image to the host, pages reserved, copy started. Nothing here waits. A shadow load
-evicts for its pages and is refused at once with the shortfall where that does not suffice; a speculative one takes only
-what no admitted request will want; a pin is kept and served as soon as it can be.
+A wish is served a little each step: image to the host, pages reserved, copy started. Nothing here waits. A
+shadow load evicts for its pages and is refused at once with the shortfall where that does not suffice; a
+speculative one takes only what no admitted request will want; a pin is kept and served as soon as it can be.
 
 Specification: 0x04F (pins), 0x07G (shadow copy), 0x09J (prefetch); rulings "Leases".
 """
@@ -43,7 +44,9 @@ def prefetch(state: EngineState, message: PrefetchAdapter) -> None:
 
 
 def pin(state: EngineState, message: PinAdapter) -> None:
-    """Add or take away one pin. Replied at once; a pinned adapter that is cold is loaded as soon as it can be."""
+    """Add or take away one pin. Replied at once; a pinned adapter that is cold is loaded as soon as it can
+    be.
+    """
     entry = find(state, message.key)
     if not message.pinned:
         if entry.pin_count < 1:
@@ -203,7 +206,9 @@ def _advance_to_host(state: EngineState, wanted: Want) -> bool:
 
 
 def prefetch_queue(state: EngineState) -> None:
-    """Load ahead for requests that wait for a place to run: their adapters, nearest first, as far as it is free."""
+    """Load ahead for requests that wait for a place to run: their adapters, nearest first, as far as it is
+    free.
+    """
     if not len(state.queue) or len(state.loads) >= state.limits.copies_in_flight:
         return
     ahead = sum(job.purpose.speculative for job in state.loads.values())

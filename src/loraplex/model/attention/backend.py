@@ -18,8 +18,9 @@ from loraplex.core.packed import I32
 class Histories:
     """Whose rows a step's rows are and where their KV history lies; host numbers only.
 
-    prefills: requests before `doff`, the first of them; the rest decode one row each. kv_start, rows [R]: positions
-    before this step, rows of this step. pages [R, P]: page-table rows, valid for kv_start + rows positions.
+    prefills: requests before `doff`, the first of them; the rest decode one row each. kv_start, rows [R]:
+    positions before this step, rows of this step. pages [R, P]: page-table rows, valid for kv_start + rows
+    positions.
     """
 
     prefills: int
@@ -46,9 +47,9 @@ class AttentionBatch(Protocol):
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Append k and v at the rows' positions, then attend causally inside each request.
 
-        q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; rows may be strided, heads are contiguous, and all three
-        are slices of one [T, heads + 2 * kv_heads, head_dim]. q and k may be rotated in place. Returns
-        [T, heads, head_dim].
+        q: [T, heads, head_dim]; k, v: [T, kv_heads, head_dim]; rows may be strided, heads are contiguous, and
+        all three are slices of one [T, heads + 2 * kv_heads, head_dim]. q and k may be rotated in place.
+        Returns [T, heads, head_dim].
         """
         ...
 

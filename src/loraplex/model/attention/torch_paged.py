@@ -1,12 +1,13 @@
 """Attention over the page pool in plain torch: the CPU's path, and the fallback where no fused kernel serves.
 
-The pool is read as one matrix of rows, a row being the keys (or values) of one position in one layer. Positions are
-gathered row by row with indices made once a step, so any page size costs the same and nothing is ever read beyond a
-request's length: where requests of different length share a batch, the padding repeats the request's own first
-visible row and is masked. Bytes of free pages and of a page's unused tail are not touched by any read.
+The pool is read as one matrix of rows, a row being the keys (or values) of one position in one layer.
+Positions are gathered row by row with indices made once a step, so any page size costs the same and nothing
+is ever read beyond a request's length: where requests of different length share a batch, the padding repeats
+the request's own first visible row and is masked. Bytes of free pages and of a page's unused tail are not
+touched by any read.
 
-Prefill attends request by request; a chunk without history reads its own rows and gathers nothing. Decode requests of
-similar length attend as one batch. Specification: 0x03D; rulings "One page pool".
+Prefill attends request by request; a chunk without history reads its own rows and gathers nothing. Decode
+requests of similar length attend as one batch. Specification: 0x03D; rulings "One page pool".
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ PADDING_POSITIONS: Final = 512
 class TorchPagedAttention:
     """Attention backend over `pool`, uint8 [pages, page_bytes], for one model.
 
-    kv: shape of a KV page; a pool page is exactly one. dtype: of keys and values. windows [layers]: positions that a
-    row sees, itself included; None is all. Raises `operator_layout`.
+    kv: shape of a KV page; a pool page is exactly one. dtype: of keys and values. windows [layers]: positions
+    that a row sees, itself included; None is all. Raises `operator_layout`.
     """
 
     def __init__(
@@ -58,13 +59,17 @@ class TorchPagedAttention:
         return pages * self._page_rows + positions % self.kv.page_tokens
 
     def key_row(self, layer: int) -> int:
-        """Rows from a position's keys in layer 0 to its keys in `layer`; values lie `page_tokens` rows further."""
+        """Rows from a position's keys in layer 0 to its keys in `layer`; values lie `page_tokens` rows
+        further.
+        """
         return layer * 2 * self.kv.page_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """Rows to read, for keys and then for values, and where to put them. buffer: [2, batch, n, kv_heads, head_dim]."""
+    """Rows to read, for keys and then for values, and where to put them. buffer: [2, batch, n, kv_heads,
+    head_dim].
+    """
 
     index: torch.Tensor
     buffer: torch.Tensor
@@ -194,7 +199,8 @@ class TorchPagedBatch:
         out[part] = result[0].transpose(0, 1)
 
     def _run_decode(self, work: _Decode, rows: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
-        # The query heads that share a key head take the place of query rows: one small product instead of copies.
+        # The query heads that share a key head take the place of query rows: one small product instead of
+        # copies.
         keys, values = work.gather.read(rows)
         batch, kv_heads, _, head_dim = keys.shape
         queries = q[work.span] if work.rows is None else q[work.rows]
@@ -253,7 +259,9 @@ class TorchPagedBatch:
         return first, end - first
 
     def _decode_groups(self, count: int, window: int | None) -> list[I64]:
-        """Decode requests in groups of similar length, longest first; one group in packed order where that is cheap."""
+        """Decode requests in groups of similar length, longest first; one group in packed order where that is
+        cheap.
+        """
         requests = np.arange(self._histories.prefills, count, dtype=np.int64)
         if requests.size == 0:
             return []

@@ -1,1 +1,3 @@
-"""The CUDA way to run a plan: staging, step kernels, fused operators, captured decode steps, sampling on the device."""
+"""The CUDA way to run a plan: staging, step kernels, fused operators, captured decode steps, sampling on the
+device.
+"""

@@ -1,8 +1,9 @@
-"""Plans on a CUDA device: decode steps and mixed ones replay captured graphs, larger ones are launched one by one.
+"""Plans on a CUDA device: decode steps and mixed ones replay captured graphs, larger ones are launched one by
+one.
 
-Nothing here waits for the device: a plan goes there in one copy, sampled tokens stay there for the next plan, and
-answers are copied to pinned memory behind the step. Rows that only want the best token never leave the graph; others
-are sampled from the same logits behind it.
+Nothing here waits for the device: a plan goes there in one copy, sampled tokens stay there for the next plan,
+and answers are copied to pinned memory behind the step. Rows that only want the best token never leave the
+graph; others are sampled from the same logits behind it.
 
 Specification: 0x03D, 0x03E; rulings "The plan", "Frontiers and depth", "Sampling", "Start-up".
 """
@@ -36,7 +37,9 @@ NOTHING: Final = torch.empty(0, dtype=torch.int64)
 
 
 class CudaExecutor:
-    """`Executor` over static buffers. graphs, mixed: captured before the first plan. family: of adapters elsewhere."""
+    """`Executor` over static buffers. graphs, mixed: captured before the first plan. family: of adapters
+    elsewhere.
+    """
 
     def __init__(
         self,
@@ -98,7 +101,9 @@ class CudaExecutor:
         return self.graphs.bucket(plan.decodes) or 0
 
     def _work(self, plan: BatchPlan, *, decode_first: bool) -> AdapterWork | None:
-        """Captured adapter work that serves a plan, its lists filled; None where only the operator families can."""
+        """Captured adapter work that serves a plan, its lists filled; None where only the operator families
+        can.
+        """
         if not plan.group_rows.size:
             return AdapterWork.NONE
         if self._family != TRITON:

@@ -1,10 +1,12 @@
-"""Drawing a token of each row on the device, without sorting: thresholds by bisection over the bits of the values.
+"""Drawing a token of each row on the device, without sorting: thresholds by bisection over the bits of the
+values.
 
-`cut_kernel` finds what rows with min_p, top_k or top_p keep, one program a row; `draw_kernel` adds noise and takes the
-best of each slice of each row, `pick_kernel` the best of all. Scaled logits are at most 0, so the bits of their magnitude order them: a smaller key is a better
-token. The cut of top_k, then of top_p, is the smallest key up to which enough tokens, or enough mass, lie; two bits are
-found in a pass over the row. Of tokens with the cut's own key the ones with the lowest ids stay. What a row keeps and
-draws is what `truncate` and `philox` define; noise is never drawn in sequence.
+`cut_kernel` finds what rows with min_p, top_k or top_p keep, one program a row; `draw_kernel` adds noise and
+takes the best of each slice of each row, `pick_kernel` the best of all. Scaled logits are at most 0, so the
+bits of their magnitude order them: a smaller key is a better token. The cut of top_k, then of top_p, is the
+smallest key up to which enough tokens, or enough mass, lie; two bits are found in a pass over the row. Of
+tokens with the cut's own key the ones with the lowest ids stay. What a row keeps and draws is what `truncate`
+and `philox` define; noise is never drawn in sequence.
 
 Never here: penalties and bias (`penalties`, `sampler`). Specification: rulings "Sampling".
 """
@@ -49,7 +51,9 @@ def _philox(c0, c1, k0, k1):
 
 @triton.jit
 def _gumbel(bits):
-    """Standard Gumbel noise of 32 uniform bits: -log(-log1p(-v)), a series where v is small and the logarithm is not."""
+    """Standard Gumbel noise of 32 uniform bits: -log(-log1p(-v)), a series where v is small and the logarithm
+    is not.
+    """
     v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * (0.2 + v * 0.16666667)))))
     inner = tl.where(v < 0.03125, series, -tl.log(1.0 - v))
@@ -67,12 +71,20 @@ def _values(source, base, lane, top, temperature, VOCAB: tl.constexpr):
 
 @triton.jit
 def _cut(
-    source, top, temperature, wanted, limit, limit_ties, BY_MASS: tl.constexpr, VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr
-):  # fmt: skip
+    source,
+    top,
+    temperature,
+    wanted,
+    limit,
+    limit_ties,
+    BY_MASS: tl.constexpr,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The smallest key up to which at least `wanted` lies.
 
-    Amounts are tokens, or their mass, as float64. Tokens count below the key `limit`, and `limit_ties` of those at it.
+    Amounts are tokens, or their mass, as float64. Tokens count below the key `limit`, and `limit_ties` of
+    those at it.
     """
     lane = tl.arange(0, BLOCK)
     prefix = tl.zeros([], tl.int32)
@@ -132,13 +144,19 @@ def _top(tops_ptr, p, SPLITS: tl.constexpr):
 
 @triton.jit
 def cut_kernel(
-    logits_ptr, rows_ptr, tops_ptr, cuts_ptr, row_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr,
+    rows_ptr,
+    tops_ptr,
+    cuts_ptr,
+    row_stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
-):  # fmt: skip
+):
     """Program p: the key that cuts row p off and how many tokens with that key stay, int32 [n, 2].
 
-    logits [*, >= VOCAB] of any floating type; rows int32 [n, 8], floats as bits, in the order of the constants above;
-    tops float32 [n, SPLITS]. Floor: log of min_p. top_k 0 and top_p 1 are off.
+    logits [*, >= VOCAB] of any floating type; rows int32 [n, 8], floats as bits, in the order of the
+    constants above; tops float32 [n, SPLITS]. Floor: log of min_p. top_k 0 and top_p 1 are off.
     """
     p = tl.program_id(0)
     row = rows_ptr + p * ROW_WORDS
@@ -181,10 +199,19 @@ def cut_kernel(
 
 @triton.jit
 def draw_kernel(
-    logits_ptr, rows_ptr, tops_ptr, cuts_ptr, scores_ptr, ids_ptr, row_stride,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Program (p, s): the best score, with noise, of the kept tokens in slice s of row p, and the token that has it.
+    logits_ptr,
+    rows_ptr,
+    tops_ptr,
+    cuts_ptr,
+    scores_ptr,
+    ids_ptr,
+    row_stride,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Program (p, s): the best score, with noise, of the kept tokens in slice s of row p, and the token that
+    has it.
 
     scores float32, ids int32 [n, SPLITS]. Slices are whole blocks of four tokens, which share one counter.
     """

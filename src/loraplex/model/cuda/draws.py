@@ -25,7 +25,9 @@ SPLITS: Final = 32
 
 
 class DeviceDraws:
-    """Draws tokens of rows of logits that lie on a device. block, splits: tokens at once and slices of a row (tests)."""
+    """Draws tokens of rows of logits that lie on a device. block, splits: tokens at once and slices of a row
+    (tests).
+    """
 
     def __init__(self, device: torch.device, block: int = CUT_BLOCK, splits: int = SPLITS) -> None:
         self._device, self._block, self._splits = device, block, splits
@@ -67,13 +69,29 @@ class DeviceDraws:
             BLOCK=small,
         )
         draw_kernels.cut_kernel[(n,)](
-            picked, sent, tops, cuts, picked.stride(0), VOCAB=vocab, BLOCK=self._block, SPLITS=self._splits,
+            picked,
+            sent,
+            tops,
+            cuts,
+            picked.stride(0),
+            VOCAB=vocab,
+            BLOCK=self._block,
+            SPLITS=self._splits,
             num_warps=CUT_WARPS,
-        )  # fmt: skip
+        )
         draw_kernels.draw_kernel[(n, self._splits)](
-            picked, sent, tops, cuts, scores, ids, picked.stride(0), VOCAB=vocab,
-            BLOCK=min(self._block, DRAW_BLOCK), SPLITS=self._splits, num_warps=DRAW_WARPS,
-        )  # fmt: skip
+            picked,
+            sent,
+            tops,
+            cuts,
+            scores,
+            ids,
+            picked.stride(0),
+            VOCAB=vocab,
+            BLOCK=min(self._block, DRAW_BLOCK),
+            SPLITS=self._splits,
+            num_warps=DRAW_WARPS,
+        )
         draw_kernels.pick_kernel[(n,)](scores, ids, tokens, VOCAB=vocab, SPLITS=self._splits)
         return tokens
 

@@ -1,9 +1,10 @@
 """FlashInfer over the page-major pool, in place: strided views of each layer, nothing copied.
 
-Decode rows run on tensor cores with fa2, also in mixed steps, where they have a launch of their own. Prefill chunks of
-captured steps run on fa2, others on fa3 where a step's chunks have 256 rows or more on average and fa3 was built for the model's head dimension, else on
-fa2. Each wrapper exists twice, with staging of its own, and the two take turns: planning step n + 1 on the host never
-writes what the copy of step n still reads. Both of a pair share their device buffers, so a captured step follows either.
+Decode rows run on tensor cores with fa2, also in mixed steps, where they have a launch of their own. Prefill
+chunks of captured steps run on fa2, others on fa3 where a step's chunks have 256 rows or more on average and
+fa3 was built for the model's head dimension, else on fa2. Each wrapper exists twice, with staging of its own,
+and the two take turns: planning step n + 1 on the host never writes what the copy of step n still reads. Both
+of a pair share their device buffers, so a captured step follows either.
 
 Measured: docs/notes/flashinfer.md. Specification: 0x03D; rulings "One page pool", "Dependencies".
 """
@@ -102,10 +103,19 @@ class FlashInferAttention:
         if prefills:
             prefill = self._prefill[backend][self._turn]
             prefill.plan(
-                host(plan.prefill_indptr), host(lengths.indptr[: prefills + 1]), self.inputs.indices,
-                host(lengths.last[:prefills]), self.heads, self.kv.kv_heads, self.kv.head_dim, self.kv.page_tokens,
-                causal=True, window_left=self.window, q_data_type=self.dtype, kv_data_type=self.dtype,
-            )  # fmt: skip
+                host(plan.prefill_indptr),
+                host(lengths.indptr[: prefills + 1]),
+                self.inputs.indices,
+                host(lengths.last[:prefills]),
+                self.heads,
+                self.kv.kv_heads,
+                self.kv.head_dim,
+                self.kv.page_tokens,
+                causal=True,
+                window_left=self.window,
+                q_data_type=self.dtype,
+                kv_data_type=self.dtype,
+            )
         if plan.decodes:
             decode = self._decode[self._turn]
             first = int(lengths.indptr[prefills])
@@ -120,12 +130,22 @@ class FlashInferAttention:
     def plan_decode(self, wrapper: Any, indptr: I32, indices: torch.Tensor, last: I32) -> None:
         """Plan a decode wrapper with host lengths."""
         wrapper.plan(
-            host(indptr), indices, host(last), self.heads, self.kv.kv_heads, self.kv.head_dim, self.kv.page_tokens,
-            window_left=self.window, q_data_type=self.dtype, kv_data_type=self.dtype,
-        )  # fmt: skip
+            host(indptr),
+            indices,
+            host(last),
+            self.heads,
+            self.kv.kv_heads,
+            self.kv.head_dim,
+            self.kv.page_tokens,
+            window_left=self.window,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+        )
 
     def graph_prefills(self, requests: int, *, decode: bool) -> list[Any]:
-        """A pair of wrappers for captured launches over so many requests; those of decode rows serve every bucket."""
+        """A pair of wrappers for captured launches over so many requests; those of decode rows serve every
+        bucket.
+        """
         if decode and requests in self._mixed_decodes:
             return self._mixed_decodes[requests]
         begins, pages, last = self._mixed_lengths[0 if decode else 1]
@@ -148,15 +168,27 @@ class FlashInferAttention:
         return pair
 
     def plan_graph(self, wrapper: Any, requests: int, begins: I32, pages: I32, last: I32) -> None:
-        """Plan a wrapper of `graph_prefills` with host lengths of fewer requests; the others get no row and no page."""
+        """Plan a wrapper of `graph_prefills` with host lengths of fewer requests; the others get no row and
+        no page.
+        """
         more = requests + 1 - begins.size
         begins, pages = (np.concatenate([side, np.repeat(side[-1:], more)]) for side in (begins, pages))
         last = np.concatenate([last, np.zeros(more, np.int32)])
         wrapper.plan(
-            host(begins), host(pages), self.inputs.indices[:0], host(last), self.heads, self.kv.kv_heads, self.kv.head_dim,
-            self.kv.page_tokens, causal=True, window_left=self.window, q_data_type=self.dtype, kv_data_type=self.dtype,
+            host(begins),
+            host(pages),
+            self.inputs.indices[:0],
+            host(last),
+            self.heads,
+            self.kv.kv_heads,
+            self.kv.head_dim,
+            self.kv.page_tokens,
+            causal=True,
+            window_left=self.window,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
             max_token_per_sequence=int(np.diff(begins).max()),
-        )  # fmt: skip
+        )
 
     def _decoder(self, **options: Any) -> Any:
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -214,8 +246,8 @@ class FlashInferMixed:
 class FlashInferMixedBucket:
     """`MixedAttention` of a captured step: one launch for all prefill rows, one for all decode rows.
 
-    A request without keys stands before the prefill requests and covers the decode rows: what it writes there, decode
-    attention, which follows, writes over.
+    A request without keys stands before the prefill requests and covers the decode rows: what it writes
+    there, decode attention, which follows, writes over.
     """
 
     rotates: Final = True
@@ -230,7 +262,9 @@ class FlashInferMixedBucket:
         self.pad()
 
     def pad(self) -> None:
-        """See `MixedAttention.pad`. A wrapper's first plan sets the bounds of its launches, so it must be the largest."""
+        """See `MixedAttention.pad`. A wrapper's first plan sets the bounds of its launches, so it must be the
+        largest.
+        """
         for _ in range(2):
             self._plan(np.array([0, self._size], np.int32), empty(), KvLengths.padding(self._decodes))
 
@@ -243,7 +277,9 @@ class FlashInferMixedBucket:
         self._plan(begins, rows, lengths)
 
     def _plan(self, begins: I32, rows: I32, lengths: KvLengths) -> None:
-        """begins: where the rows of the request without keys and of each prefill request begin, and where they end."""
+        """begins: where the rows of the request without keys and of each prefill request begin, and where
+        they end.
+        """
         owner, prefills = self._owner, rows.size
         owner.mixed_turn ^= 1
         turn = owner.mixed_turn

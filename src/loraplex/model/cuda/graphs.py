@@ -1,11 +1,12 @@
-"""Captured decode steps: one graph for each bucket of requests and each kind of adapter work, in one shared memory pool.
+"""Captured decode steps: one graph for each bucket of requests and each kind of adapter work, in one shared
+memory pool.
 
-A bucket pads a batch with rows on the null page. A batch without adapters replays a graph without adapter work; one
-whose adapters touch attention alone replays one without launches for the feed-forward part. A graph follows every plan:
-lengths, pages, tokens and work lists are read from static buffers.
+A bucket pads a batch with rows on the null page. A batch without adapters replays a graph without adapter
+work; one whose adapters touch attention alone replays one without launches for the feed-forward part. A graph
+follows every plan: lengths, pages, tokens and work lists are read from static buffers.
 
-Owns graphs and the static logits. `captured=False` runs the same launches one by one (tests, devices without graphs).
-Specification: rulings "Start-up", "Operators".
+Owns graphs and the static logits. `captured=False` runs the same launches one by one (tests, devices without
+graphs). Specification: rulings "Start-up", "Operators".
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def record(pool: Any, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 class DecodeGraphs:
     """Steps of up to `buckets[-1]` decode requests.
 
-    logits: [largest bucket, vocab] of the model's type, the last step's. state: adapter work, None where there is none.
-    side: stream for work beside the GEMMs.
+    logits: [largest bucket, vocab] of the model's type, the last step's. state: adapter work, None where
+    there is none. side: stream for work beside the GEMMs.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""From logits to greedy tokens on the device: which rows are finite, the best token of each of the plan's samples.
+"""From logits to greedy tokens on the device: which rows are finite, the best token of each of the plan's
+samples.
 
 Owns the partial results of the two launches.
 Specification: 0x03E; rulings "Sampling" (ties to the lowest id).
@@ -18,7 +19,8 @@ BLOCK: Final = 1024
 
 
 class GreedyHead:
-    """Best tokens of logits with `vocab` columns, of which the first `sampled` may win; results go to `inputs`.
+    """Best tokens of logits with `vocab` columns, of which the first `sampled` may win; results go to
+    `inputs`.
 
     rows: most rows of one call. top: float32 [rows], the best value of each row of the last call.
     """
@@ -32,12 +34,27 @@ class GreedyHead:
         self.top = torch.zeros(rows, dtype=torch.float32, device=device)
 
     def run(self, logits: torch.Tensor, programs: int) -> None:
-        """logits: [rows, vocab] with unit column stride; programs: the larger of its rows and the plan's samples."""
+        """logits: [rows, vocab] with unit column stride; programs: the larger of its rows and the plan's
+        samples.
+        """
         kernels.best_kernel[(logits.shape[0], SPLITS)](
-            logits, self._values, self._ids, self._broken, logits.stride(0), VOCAB=self._vocab,
-            SAMPLED=self._sampled, SPLITS=SPLITS, BLOCK=BLOCK,
-        )  # fmt: skip
+            logits,
+            self._values,
+            self._ids,
+            self._broken,
+            logits.stride(0),
+            VOCAB=self._vocab,
+            SAMPLED=self._sampled,
+            SPLITS=SPLITS,
+            BLOCK=BLOCK,
+        )
         kernels.choose_kernel[(programs,)](
-            self._inputs.words, self._values, self._ids, self._broken, self._inputs.sampled, self._inputs.finite,
-            self.top, SPLITS=SPLITS,
-        )  # fmt: skip
+            self._inputs.words,
+            self._values,
+            self._ids,
+            self._broken,
+            self._inputs.sampled,
+            self._inputs.finite,
+            self.top,
+            SPLITS=SPLITS,
+        )

@@ -1,8 +1,8 @@
 """Static device buffers of a step: one copy brings the packed plan, kernels make the rest from it.
 
-Owns the device's page tables, the staging buffers and what `unpack_kernel` writes. Two host buffers take turns, so that
-plan n + 1 may be written while the copy of plan n has not run yet. Buffers never move: captured steps hold their
-addresses. Specification: rulings "The plan", "Frontiers and depth".
+Owns the device's page tables, the staging buffers and what `unpack_kernel` writes. Two host buffers take
+turns, so that plan n + 1 may be written while the copy of plan n has not run yet. Buffers never move:
+captured steps hold their addresses. Specification: rulings "The plan", "Frontiers and depth".
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ DELTA_PROGRAMS: Final = 32
 class KvLengths:
     """Page counts of a step's requests, as the attention's planning on the host wants them.
 
-    indptr: int32 [R + 1], where each request's pages begin in the index buffer. last: int32 [R], positions in its last
-    page. totals: int32 [R], positions in all.
+    indptr: int32 [R + 1], where each request's pages begin in the index buffer. last: int32 [R], positions in
+    its last page. totals: int32 [R], positions in all.
     """
 
     indptr: I32
@@ -40,7 +40,9 @@ class KvLengths:
 
     @staticmethod
     def of(plan: BatchPlan, page_tokens: int, padded: int = 0) -> KvLengths:
-        """Lengths after the plan's rows. padded: at least so many requests, those beyond the plan's one position long."""
+        """Lengths after the plan's rows. padded: at least so many requests, those beyond the plan's one
+        position long.
+        """
         count = len(plan.requests)
         totals = np.ones(max(count, padded), dtype=np.int32)
         totals[:count] = plan.requests.kv_end
@@ -59,8 +61,8 @@ class KvLengths:
 class StepInputs:
     """Buffers for plans of at most `rows` rows under `bounds`; page_tokens: positions in a KV page.
 
-    answers: what the host is told: `sampled` [max requests], tokens of the newest plan that sampled, then `finite`, for
-    each logit row whether it is.
+    answers: what the host is told: `sampled` [max requests], tokens of the newest plan that sampled, then
+    `finite`, for each logit row whether it is.
     """
 
     def __init__(self, bounds: PlanBounds, rows: int, page_tokens: int, device: torch.device) -> None:
@@ -96,8 +98,8 @@ class StepInputs:
     def send(self, plan: BatchPlan, packed: bytes, lengths: KvLengths, tables: I32) -> None:
         """Bring a plan to the device, then its page deltas into the tables; enqueued on the current stream.
 
-        tables [R, entries]: host page tables of its requests, for those whose device copy is not known to be right.
-        Raises `operator_plan_unsupported` for more rows than there is room for.
+        tables [R, entries]: host page tables of its requests, for those whose device copy is not known to be
+        right. Raises `operator_plan_unsupported` for more rows than there is room for.
         """
         if plan.rows > self.rows or lengths.totals.size > self.bounds.max_requests:
             raise InternalFault(
@@ -128,10 +130,19 @@ class StepInputs:
         decode_first: decode rows before prefill rows, unlike the plan; padding is `pad`'s then.
         """
         kernels.unpack_kernel[(requests,)](
-            self.words, self.tables, self.sampled, self.kv_indptr, self.tokens, self.positions, self.pages,
-            self.indices, self.bounds.max_pages_per_request, PAGE_TOKENS=self.page_tokens,
-            DECODE_FIRST=decode_first, BLOCK=ROW_BLOCK,
-        )  # fmt: skip
+            self.words,
+            self.tables,
+            self.sampled,
+            self.kv_indptr,
+            self.tokens,
+            self.positions,
+            self.pages,
+            self.indices,
+            self.bounds.max_pages_per_request,
+            PAGE_TOKENS=self.page_tokens,
+            DECODE_FIRST=decode_first,
+            BLOCK=ROW_BLOCK,
+        )
 
     def pad(self, rows: int) -> None:
         """Rows beyond the plan's, up to `rows`, become padding on the null page; after `unpack`."""
@@ -140,7 +151,9 @@ class StepInputs:
         )
 
     def forget(self, slots: I32) -> None:
-        """The device's page tables of these slots may be wrong: they are sent again when a plan next uses them."""
+        """The device's page tables of these slots may be wrong: they are sent again when a plan next uses
+        them.
+        """
         self._stale.update(slots.tolist())
 
     def _refresh(self, slots: I32, tables: I32) -> None:
@@ -155,7 +168,9 @@ class StepInputs:
         self.tables[slot, : entries.size].copy_(source, non_blocking=True)
 
     def _shortened(self, plan: BatchPlan) -> I32:
-        """The plan's words without what stays on the host: sampling state, and as a last resort the page deltas."""
+        """The plan's words without what stays on the host: sampling state, and as a last resort the page
+        deltas.
+        """
         short = replace(
             plan,
             opens=OpenColumns.none(),

@@ -1,12 +1,12 @@
 """Triton kernels of a step outside the adapter branch: plan to device arrays, RoPE with append, argmax.
 
-The packed plan lies on the device as the control plane made it; `deltas_kernel` and `unpack_kernel` find their sections
-through its own section table, so a captured launch follows every later plan. Grids and constexprs depend on the model
-and on the bucket only. Addresses into the pool are 64-bit. There are no atomics; a row's result does not depend on the
-rows beside it.
+The packed plan lies on the device as the control plane made it; `deltas_kernel` and `unpack_kernel` find
+their sections through its own section table, so a captured launch follows every later plan. Grids and
+constexprs depend on the model and on the bucket only. Addresses into the pool are 64-bit. There are no
+atomics; a row's result does not depend on the rows beside it.
 
-Never here: which rows run (the plan), which launch is made when (`inputs`, `executor`). Specification: 0x03A, 0x03E;
-rulings "The plan", "One page pool", "Sampling".
+Never here: which rows run (the plan), which launch is made when (`inputs`, `executor`). Specification: 0x03A,
+0x03E; rulings "The plan", "One page pool", "Sampling".
 """
 # mypy: ignore-errors
 
@@ -56,15 +56,26 @@ def deltas_kernel(words_ptr, tables_ptr, entries, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["entries"])
 def unpack_kernel(
-    words_ptr, tables_ptr, sampled_ptr, kv_indptr_ptr, tokens_ptr, positions_ptr, pages_ptr, indices_ptr, entries,
-    PAGE_TOKENS: tl.constexpr, DECODE_FIRST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program a request: tokens (references resolved), positions and page of each of its rows, and its page list.
+    words_ptr,
+    tables_ptr,
+    sampled_ptr,
+    kv_indptr_ptr,
+    tokens_ptr,
+    positions_ptr,
+    pages_ptr,
+    indices_ptr,
+    entries,
+    PAGE_TOKENS: tl.constexpr,
+    DECODE_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a request: tokens (references resolved), positions and page of each of its rows, and its
+    page list.
 
-    sampled [*]: tokens of the plan that references point into. kv_indptr [R + 1]: where each request's pages go in
-    indices. Outputs int32: tokens, positions, pages [T], indices [sum of pages]. A program beyond the plan's requests
-    makes one padding row of a decode bucket: token 0 at position 0 of the null page. DECODE_FIRST: decode rows lie before
-    prefill rows, and padding is `pad_kernel`'s.
+    sampled [*]: tokens of the plan that references point into. kv_indptr [R + 1]: where each request's pages
+    go in indices. Outputs int32: tokens, positions, pages [T], indices [sum of pages]. A program beyond the
+    plan's requests makes one padding row of a decode bucket: token 0 at position 0 of the null page.
+    DECODE_FIRST: decode rows lie before prefill rows, and padding is `pad_kernel`'s.
     """
     r = tl.program_id(0)
     count = tl.load(words_ptr + REQUESTS + 1)
@@ -119,15 +130,27 @@ def pad_kernel(words_ptr, tokens_ptr, positions_ptr, pages_ptr, UPTO: tl.constex
 
 @triton.jit
 def rope_append_kernel(
-    qkv_ptr, keys_ptr, values_ptr, positions_ptr, pages_ptr, table_ptr, row_stride,
-    PAGE_STRIDE: tl.constexpr, PAGE_TOKENS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    keys_ptr,
+    values_ptr,
+    positions_ptr,
+    pages_ptr,
+    table_ptr,
+    row_stride,
+    PAGE_STRIDE: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Rotate q in place, rotate k and copy v into the pool. One program a (row, block of heads of one kind).
 
-    qkv [T, HEADS + 2 * KV_HEADS, 2 * HALF], rows `row_stride` elements apart. keys, values: layer views of the pool as
-    elements, page p at p * PAGE_STRIDE, [PAGE_TOKENS, KV_HEADS, 2 * HALF]. table: float32 [positions, 2 * HALF], cosines
-    then sines. Rotation in float32, rounded once.
+    qkv [T, HEADS + 2 * KV_HEADS, 2 * HALF], rows `row_stride` elements apart. keys, values: layer views of
+    the pool as elements, page p at p * PAGE_STRIDE, [PAGE_TOKENS, KV_HEADS, 2 * HALF]. table: float32
+    [positions, 2 * HALF], cosines then sines. Rotation in float32, rounded once.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -171,12 +194,21 @@ def rope_append_kernel(
 
 @triton.jit
 def best_kernel(
-    logits_ptr, values_ptr, ids_ptr, broken_ptr, row_stride,
-    VOCAB: tl.constexpr, SAMPLED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Best of one slice of one row of logits: value, lowest id that has it, and whether any logit is not finite.
+    logits_ptr,
+    values_ptr,
+    ids_ptr,
+    broken_ptr,
+    row_stride,
+    VOCAB: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Best of one slice of one row of logits: value, lowest id that has it, and whether any logit is not
+    finite.
 
-    logits [rows, VOCAB]; values float32, ids int32, broken int32, each [rows, SPLITS]. Ids from SAMPLED on never win.
+    logits [rows, VOCAB]; values float32, ids int32, broken int32, each [rows, SPLITS]. Ids from SAMPLED on
+    never win.
     """
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -206,7 +238,7 @@ def best_kernel(
 @triton.jit
 def choose_kernel(
     words_ptr, values_ptr, ids_ptr, broken_ptr, sampled_ptr, finite_ptr, top_ptr, SPLITS: tl.constexpr
-):  # fmt: skip
+):
     """Program p: whether logit row p is finite, its best value, and the best token of the plan's sample p.
 
     finite int32 and top float32 [rows]; sampled int32 [samples], in the plan's sample order.

@@ -1,13 +1,13 @@
 """Steps with prefill rows as one captured graph: a bucket of rows, all layers, both attentions.
 
-Decode rows come first in memory, prefill rows behind them, then padding on the null page; the plan's own order does not
-change. So decode attention begins at row 0 and each of the two attentions finds its rows where it was captured. The head
-follows outside, over as many rows as the plan asks logits of. Steps that no bucket holds are launched one by one: they keep
-the device busy for longer than the host needs.
+Decode rows come first in memory, prefill rows behind them, then padding on the null page; the plan's own
+order does not change. So decode attention begins at row 0 and each of the two attentions finds its rows where
+it was captured. The head follows outside, over as many rows as the plan asks logits of. Steps that no bucket
+holds are launched one by one: they keep the device busy for longer than the host needs.
 
-Owns graphs and the static activations that the head reads. `captured=False` runs the same launches one by one.
-Measured: docs/benchmarks.md. Specification: 0x03D (one dense projection, two attention paths); rulings "Start-up",
-"Operators".
+Owns graphs and the static activations that the head reads. `captured=False` runs the same launches one by
+one. Measured: docs/benchmarks.md. Specification: 0x03D (one dense projection, two attention paths); rulings
+"Start-up", "Operators".
 """
 
 from __future__ import annotations

@@ -24,12 +24,19 @@ def angle_table(rope: RopeSpec, head_dim: int, positions: int, device: torch.dev
 
 
 class RopeAppend:
-    """The launch for one model. pool: uint8 [pages, page_bytes]; dtype: of keys and values; table: `angle_table`."""
+    """The launch for one model. pool: uint8 [pages, page_bytes]; dtype: of keys and values; table:
+    `angle_table`.
+    """
 
     def __init__(
-        self, pool: torch.Tensor, kv: KvShape, dtype: torch.dtype, heads: int, table: torch.Tensor,
+        self,
+        pool: torch.Tensor,
+        kv: KvShape,
+        dtype: torch.dtype,
+        heads: int,
+        table: torch.Tensor,
         inputs: StepInputs,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._kv, self._heads, self._table, self._inputs = kv, heads, table, inputs
         self.paged = (
             pool.view(-1).view(dtype).view(-1, kv.layers, 2, kv.page_tokens, kv.kv_heads, kv.head_dim)
@@ -48,8 +55,21 @@ class RopeAppend:
         """q: the first heads of a fused [T, heads + 2 * kv_heads, head_dim]; k and v follow it in memory."""
         keys, values = self.layer(layer)
         kernels.rope_append_kernel[(q.shape[0], self._blocks)](
-            q, keys, values, self._inputs.positions, self._inputs.pages, self._table, q.stride(0),
-            PAGE_STRIDE=self.paged.stride(0), PAGE_TOKENS=self._kv.page_tokens, HEADS=self._heads,
-            KV_HEADS=self._kv.kv_heads, HALF=self._kv.head_dim // 2, HALF_BLOCK=self._half_block,
-            HEAD_BLOCK=self._head_block, PDL=self._pdl, num_warps=4, **self._options,
-        )  # fmt: skip
+            q,
+            keys,
+            values,
+            self._inputs.positions,
+            self._inputs.pages,
+            self._table,
+            q.stride(0),
+            PAGE_STRIDE=self.paged.stride(0),
+            PAGE_TOKENS=self._kv.page_tokens,
+            HEADS=self._heads,
+            KV_HEADS=self._kv.kv_heads,
+            HALF=self._kv.head_dim // 2,
+            HALF_BLOCK=self._half_block,
+            HEAD_BLOCK=self._head_block,
+            PDL=self._pdl,
+            num_warps=4,
+            **self._options,
+        )

@@ -1,11 +1,13 @@
-"""What a CUDA engine does before it is ready: choose kernels, warm libraries up, run the largest chunk, capture graphs.
+"""What a CUDA engine does before it is ready: choose kernels, warm libraries up, run the largest chunk,
+capture graphs.
 
-Order: weights (the caller), warm-up and largest chunk over a scratch pool, then the page pool takes what is left minus a
-reserve, then the graphs are captured: they hold the pool's address, so they come after it, and the reserve holds room
-for them. Nothing is compiled after that.
+Order: weights (the caller), warm-up and largest chunk over a scratch pool, then the page pool takes what is
+left minus a reserve, then the graphs are captured: they hold the pool's address, so they come after it, and
+the reserve holds room for them. Nothing is compiled after that.
 
-Without FlashInfer, or for models that its kernels do not serve here (float32, windows that differ between layers), the
-torch executor runs instead, and a warning says why. Specification: rulings "Start-up", "Dependencies".
+Without FlashInfer, or for models that its kernels do not serve here (float32, windows that differ between
+layers), the torch executor runs instead, and a warning says why. Specification: rulings "Start-up",
+"Dependencies".
 """
 
 from __future__ import annotations
@@ -79,8 +81,8 @@ def missing_for_fused(spec: DecoderSpec, dtype: torch.dtype) -> str | None:
 def prepare_libraries() -> torch.cuda.Stream:
     """Process-wide choices, before the first product runs; the stream that everything runs on.
 
-    cuBLASLt is faster than cuBLAS at decode sizes (measured), with a workspace of fixed size. The stream has priority
-    over the one beside it: a shrink must not take multiprocessors that a GEMM's only wave waits for.
+    cuBLASLt is faster than cuBLAS at decode sizes (measured), with a workspace of fixed size. The stream has
+    priority over the one beside it: a shrink must not take multiprocessors that a GEMM's only wave waits for.
     """
     os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", str(CUBLASLT_WORKSPACE_KIB))
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
@@ -99,7 +101,9 @@ class CudaParts:
         self._angles = angle_table(spec.rope, spec.head_dim, decoder.positions, decoder.weights.device)
 
     def executor(self, bounds: PlanBounds, buckets: tuple[int, ...] | None = None) -> MakeExecutor:
-        """What makes the executor of a runner under `bounds`. buckets: decode buckets, None for `bucket_sizes`."""
+        """What makes the executor of a runner under `bounds`. buckets: decode buckets, None for
+        `bucket_sizes`.
+        """
 
         def make(decoder: Decoder, table: AdapterTable, sampler: Sampler) -> CudaExecutor:
             inputs = StepInputs(bounds, self.rows, self.kv.page_tokens, table.pool.device)
@@ -109,13 +113,23 @@ class CudaParts:
             table.kernel_state = state
             side = torch.cuda.Stream() if self.captured else None
             graphs = DecodeGraphs(
-                decoder, inputs, attention, head, state, buckets or bucket_sizes(bounds.max_requests),
-                captured=self.captured, side=side,
-            )  # fmt: skip
-            mixed = MixedGraphs(
-                decoder, inputs, attention, state, row_buckets(self.rows) if buckets is None else (),
+                decoder,
+                inputs,
+                attention,
+                head,
+                state,
+                buckets or bucket_sizes(bounds.max_requests),
                 captured=self.captured,
-            )  # fmt: skip
+                side=side,
+            )
+            mixed = MixedGraphs(
+                decoder,
+                inputs,
+                attention,
+                state,
+                row_buckets(self.rows) if buckets is None else (),
+                captured=self.captured,
+            )
             return CudaExecutor(decoder, table, sampler, inputs, attention, head, graphs, mixed)
 
         return make
@@ -133,7 +147,8 @@ class CudaParts:
 
 
 def padding_plan(rows: int, longest: int) -> BatchPlan:
-    """A prefill plan of `rows` rows in requests of at most `longest` positions, all on the null page, every row scored.
+    """A prefill plan of `rows` rows in requests of at most `longest` positions, all on the null page, every
+    row scored.
 
     No control plane made it: it only brings kernels and buffers to the size of the largest step.
     """
@@ -145,12 +160,24 @@ def padding_plan(rows: int, longest: int) -> BatchPlan:
     indptr = np.concatenate([np.zeros(1, np.int32), ends])
     positions = np.arange(rows, dtype=np.int32) - np.repeat(indptr[:-1], counts)
     return BatchPlan(
-        generation=1, reference=NO_REFERENCE, prefills=counts.size, decodes=0, doff=rows,
-        tokens=np.zeros(rows, np.int32), positions=positions, requests=requests, prefill_indptr=indptr,
-        segment_offsets=np.array([0, rows], np.int32), segment_adapters=np.zeros(1, np.int32), group_rows=empty(),
-        group_offsets=np.zeros(1, np.int32), group_adapters=empty(), logit_rows=np.arange(rows, dtype=np.int32),
-        samples=SampleColumns.none(), prompt_logprobs=PromptLogprobColumns.none(),
-    )  # fmt: skip
+        generation=1,
+        reference=NO_REFERENCE,
+        prefills=counts.size,
+        decodes=0,
+        doff=rows,
+        tokens=np.zeros(rows, np.int32),
+        positions=positions,
+        requests=requests,
+        prefill_indptr=indptr,
+        segment_offsets=np.array([0, rows], np.int32),
+        segment_adapters=np.zeros(1, np.int32),
+        group_rows=empty(),
+        group_offsets=np.zeros(1, np.int32),
+        group_adapters=empty(),
+        logit_rows=np.arange(rows, dtype=np.int32),
+        samples=SampleColumns.none(),
+        prompt_logprobs=PromptLogprobColumns.none(),
+    )
 
 
 class Warmth:

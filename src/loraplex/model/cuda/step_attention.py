@@ -1,4 +1,5 @@
-"""What the CUDA executor asks of attention: a bucket of decode requests that can be captured, and any mixed step.
+"""What the CUDA executor asks of attention: a bucket of decode requests that can be captured, and any mixed
+step.
 
 Both read lengths that the host knows and page lists that lie on the device (`StepInputs.indices`).
 Specification: 0x03D; rulings "One page pool".
@@ -54,7 +55,9 @@ class StepAttention(Protocol):
         ...
 
     def mixed_bucket(self, rows: int, prefills: int) -> MixedAttention:
-        """Attention of a captured step of `rows` rows with at most so many prefill requests; made at start-up."""
+        """Attention of a captured step of `rows` rows with at most so many prefill requests; made at
+        start-up.
+        """
         ...
 
     def mixed(self, plan: BatchPlan, lengths: KvLengths) -> AttentionBatch:

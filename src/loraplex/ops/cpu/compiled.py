@@ -1,12 +1,12 @@
 """Builds the CPU kernels (projections, layers, adapters, sampling) once for this machine and loads them.
 
-The shared object lies in the cache folder (`LORAPLEX_CACHE`, else the user's cache folder) under a name made from the
-source's bytes, the compiler and its flags, the processor and the OpenMP library, so that another machine or version
-never finds it. It is linked against the OpenMP library that torch has already loaded: one thread pool in the process,
-and torch's thread count holds for both.
+The shared object lies in the cache folder (`LORAPLEX_CACHE`, else the user's cache folder) under a name made
+from the source's bytes, the compiler and its flags, the processor and the OpenMP library, so that another
+machine or version never finds it. It is linked against the OpenMP library that torch has already loaded: one
+thread pool in the process, and torch's thread count holds for both.
 
-Without a usable compiler there are none: `library()` says why, once, in the log, and `status()` says it to whoever
-asks; torch code serves instead. Never compiles while a step runs: call `library()` at start-up.
+Without a usable compiler there are none: `library()` says why, once, in the log, and `status()` says it to
+whoever asks; torch code serves instead. Never compiles while a step runs: call `library()` at start-up.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class KernelUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The loaded kernels: their file, and the vector path compiled in (2 bf16 products, 1 AVX-512, 0 neither).
+    """The loaded kernels: their file, and the vector path compiled in (2 bf16 products, 1 AVX-512, 0
+    neither).
 
     matrix_unit: bf16 projections run in the processor's tile unit.
     """
@@ -116,7 +117,9 @@ def status() -> str:
 
 
 def build(folder: Path) -> Path:
-    """The shared object for this machine in `folder`, compiled if it is not there; raises `KernelUnavailable`."""
+    """The shared object for this machine in `folder`, compiled if it is not there; raises
+    `KernelUnavailable`.
+    """
     compiler, version = find_compiler()
     target = folder / f"kernels-{fingerprint(version)}.so"
     if target.is_file():

@@ -1,4 +1,5 @@
-"""Talks to a running server's adapter endpoints, for the command line. Standard library only, so that it starts fast.
+"""Talks to a running server's adapter endpoints, for the command line. Standard library only, so that it
+starts fast.
 
 A server's refusal is raised as the same typed error that the server raised. Specification: interface "HTTP".
 """
@@ -61,7 +62,9 @@ class RemoteServer:
         return self.adapter(alias)
 
     def swap(self, alias: str, source: str, expected: int | None, *, drain: bool = False) -> dict[str, Any]:
-        """Publish a new revision of a known alias. expected: the revision to replace, whichever is current if None."""
+        """Publish a new revision of a known alias. expected: the revision to replace, whichever is current if
+        None.
+        """
         if expected is None:
             expected = int(self.adapter(alias)["revision"])
         return self._call(

@@ -35,7 +35,8 @@ ACTIONS = ("pin", "unpin", "prefetch", "revoke")
 async def residency(call: Call) -> None:
     """Pages, requests, and where each adapter is that the caller may list, with its names.
 
-    A tenant hears of its own requests and pins, and of totals that everybody shares; the operator of everything.
+    A tenant hears of its own requests and pins, and of totals that everybody shares; the operator of
+    everything.
     """
     call.service.require_ready()
     figures = await call.service.client.call(Inspect(0))
@@ -123,7 +124,9 @@ def _found(call: Call, alias: str) -> Revision:
 
 
 def _owned(call: Call, name: str) -> Revision:
-    """What the caller means by a name, if it may change it. Others' do not exist for it; shared ones it may only use."""
+    """What the caller means by a name, if it may change it. Others' do not exist for it; shared ones it may
+    only use.
+    """
     call.caller.require_admin()
     return call.service.adapters.owned(name, call.caller.tenant)
 
@@ -250,7 +253,9 @@ def _vllm_names() -> Iterator[None]:
 
 
 async def load_lora_adapter(call: Call) -> None:
-    """vLLM's call: register a new name. One that is taken is refused unless it is to be replaced; then it is swapped."""
+    """vLLM's call: register a new name. One that is taken is refused unless it is to be replaced; then it is
+    swapped.
+    """
     call.caller.require_admin()
     request = await read_body(call, LoadLoraAdapter)
     call.service.require_ready()

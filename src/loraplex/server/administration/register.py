@@ -1,8 +1,8 @@
 """The adapters of a starting server: those of the command line, beside what its catalog already knows.
 
-The command line is applied once: an alias that the catalog has never seen is added, one that the command line published
-before is published again only when its source holds something else by now. What was swapped or removed since stays so
-over a restart. Specification: rulings "Start-up", "Processes".
+The command line is applied once: an alias that the catalog has never seen is added, one that the command line
+published before is published again only when its source holds something else by now. What was swapped or
+removed since stays so over a restart. Specification: rulings "Start-up", "Processes".
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ class Named:
 
 
 def adapter_sources(config: ServeConfig) -> tuple[list[Named], list[str]]:
-    """The adapters of the command line, each --adapter and then what each --adapter-dir holds; and what is passed over.
+    """The adapters of the command line, each --adapter and then what each --adapter-dir holds; and what is
+    passed over.
 
-    A folder of --adapter-dir is served under its own name, and so is one that is given as an --adapter-dir and is an
-    adapter itself. A name is the first one's that has it.
+    A folder of --adapter-dir is served under its own name, and so is one that is given as an --adapter-dir
+    and is an adapter itself. A name is the first one's that has it.
     """
     sources = [
         Named(alias, source if is_remote(source) else str(Path(source).absolute()), required=True)
@@ -114,10 +115,12 @@ def check_sources(config: ServeConfig) -> None:
 
 
 class CommandLine:
-    """Registers the adapters of the command line: before requests are taken, behind them, and when a name is asked for.
+    """Registers the adapters of the command line: before requests are taken, behind them, and when a name is
+    asked for.
 
-    One named by --adapter must be served; of a folder, what can be, whatever is wrong with the rest. A start waits for
-    the first `MAX_FOLDERS_BEFORE_READY` folders; the others follow while it serves, and one that is asked for at once.
+    One named by --adapter must be served; of a folder, what can be, whatever is wrong with the rest. A start
+    waits for the first `MAX_FOLDERS_BEFORE_READY` folders; the others follow while it serves, and one that is
+    asked for at once.
     """
 
     def __init__(self, service: Service, announcer: Announcer) -> None:

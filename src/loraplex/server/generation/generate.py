@@ -1,7 +1,8 @@
-"""Generation: a request's prompts and samples go to the engine together; their text comes back piece by piece.
+"""Generation: a request's prompts and samples go to the engine together; their text comes back piece by
+piece.
 
-Owns the binding of a name to a revision for a request's life. Leaving a generation in any way withdraws what is still
-open, so that a client that went away costs no further step.
+Owns the binding of a name to a revision for a request's life. Leaving a generation in any way withdraws what
+is still open, so that a client that went away costs no further step.
 
 Specification: architecture "A request's way" (2, 3, 11), rulings "Text".
 """
@@ -38,11 +39,12 @@ _PRIORITY_BOUND = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a `model` field means. name: the base's, or `alias@revision`. key: semantic digest; None is the base.
+    """What a `model` field means. name: the base's, or `alias@revision`. key: semantic digest; None is the
+    base.
 
-    served: the digests behind it, for the request's record. codec: reads and writes the text of its requests. acting: the
-    adapter, as far as KV rows can tell. card: what its card says of its use, if anything. tool_format: how it writes calls,
-    where an option or its card says so.
+    served: the digests behind it, for the request's record. codec: reads and writes the text of its requests.
+    acting: the adapter, as far as KV rows can tell. card: what its card says of its use, if anything.
+    tool_format: how it writes calls, where an option or its card says so.
     """
 
     name: str
@@ -61,7 +63,9 @@ class ServedModel:
 
     @property
     def chat_suffix(self) -> str | None:
-        """What a conversation ends with in place of the template's opening of an answer, where the card gives it."""
+        """What a conversation ends with in place of the template's opening of an answer, where the card gives
+        it.
+        """
         return None if self.card is None else self.card.chat_suffix
 
     @property
@@ -77,7 +81,9 @@ class ServedModel:
 
 @asynccontextmanager
 async def bind_model(service: Service, name: str, tenant: str) -> AsyncIterator[ServedModel]:
-    """Resolve a tenant's `model` field once and hold what it means, ready in the engine. Raises `model_not_found`."""
+    """Resolve a tenant's `model` field once and hold what it means, ready in the engine. Raises
+    `model_not_found`.
+    """
     if name == service.base_name:
         yield base_model(service)
         return
@@ -109,10 +115,11 @@ def base_model(service: Service) -> ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to generate: for each prompt, `params.n` samples. Times in nanoseconds of the service's clock, 0 is none.
+    """What to generate: for each prompt, `params.n` samples. Times in nanoseconds of the service's clock, 0
+    is none.
 
-    keys: of each prompt. namespace: of the prefix cache. grammar: what every sample must follow, if anything. tools: what
-    every sample may call.
+    keys: of each prompt. namespace: of the prefix cache. grammar: what every sample must follow, if anything.
+    tools: what every sample may call.
     """
 
     request_id: str
@@ -290,7 +297,9 @@ class Generation:
         return Usage(self.prompt_tokens, output, self.prompt_tokens + output, cached)
 
     async def read(self) -> list[Piece]:
-        """What arrived since the last read, one piece a choice, waiting for the first; empty when all is over."""
+        """What arrived since the last read, one piece a choice, waiting for the first; empty when all is
+        over.
+        """
         group = self._group
         if group is None:
             return []

@@ -1,7 +1,8 @@
-"""A request's prompts as the prefix cache knows them: who acts from where, in whose namespace, under which keys.
+"""A request's prompts as the prefix cache knows them: who acts from where, in whose namespace, under which
+keys.
 
-Owns the choice between an activated adapter and the base for prompts that do not invoke it, which is made once, before
-anything is submitted, and is never changed.
+Owns the choice between an activated adapter and the base for prompts that do not invoke it, which is made
+once, before anything is submitted, and is never changed.
 
 Specification: 0x08E, 0x08G, 0x08I (freeze, derive, authorise); rulings "KV compatibility".
 """
@@ -28,7 +29,8 @@ from loraplex.text.prefix_keys import (
 
 @dataclass(frozen=True, slots=True)
 class Keyed:
-    """model: what answers, the base where nothing was invoked and the caller asked for that. keys: of each prompt.
+    """model: what answers, the base where nothing was invoked and the caller asked for that. keys: of each
+    prompt.
 
     terms, namespace: under which they were made.
     """
@@ -49,8 +51,8 @@ async def keyed(
 ) -> Keyed:
     """Find the invocations and make the keys of prompts; long ones do not hold up the event loop.
 
-    fallback: whether the base answers prompts without the invocation. Raises `invocation_missing` where it does not, and
-    where only some of the prompts would be answered by the base.
+    fallback: whether the base answers prompts without the invocation. Raises `invocation_missing` where it
+    does not, and where only some of the prompts would be answered by the base.
     """
     terms = CacheTerms.of(service.engine_info)
     namespace = namespace_of(tenant, service.config.share_prefixes)

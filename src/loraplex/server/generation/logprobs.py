@@ -1,4 +1,6 @@
-"""Log probabilities in OpenAI's two shapes. The engine's entries have the actual token first, then the top ones."""
+"""Log probabilities in OpenAI's two shapes. The engine's entries have the actual token first, then the top
+ones.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What the two generation endpoints have in common: one request from its decoded fields to its last byte.
 
-An endpoint says how its prompts are read (`Endpoint.prepare`) and how its answer looks (`Rendering`); binding the model,
-holding to a format, submitting, streaming and counting are here, once.
+An endpoint says how its prompts are read (`Endpoint.prepare`) and how its answer looks (`Rendering`); binding
+the model, holding to a format, submitting, streaming and counting are here, once.
 
 Specification: architecture "A request's way" (1, 2, 11), interface "HTTP".
 """
@@ -93,7 +93,9 @@ class Endpoint(Protocol[R]):
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What every chunk of an answer says. model: as the caller named it. usage_always: every chunk counts tokens."""
+    """What every chunk of an answer says. model: as the caller named it. usage_always: every chunk counts
+    tokens.
+    """
 
     call: Call
     id: str
@@ -143,9 +145,18 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
         grammar = await _grammar(call, request, prepared.tools)
         answer_id = f"{endpoint.prefix}-{exchange.request_id}"
         job = Job(
-            f"{answer_id}.{next(call.site.serial)}", prepared.ids, keys.keys, keys.namespace, prepared.params,
-            tenant, priority, arrival_ns, deadline, grammar, prepared.tools,
-        )  # fmt: skip
+            f"{answer_id}.{next(call.site.serial)}",
+            prepared.ids,
+            keys.keys,
+            keys.namespace,
+            prepared.params,
+            tenant,
+            priority,
+            arrival_ns,
+            deadline,
+            grammar,
+            prepared.tools,
+        )
         exchange.answer_headers |= model.headers
         call.facts.model, call.facts.stream = model.name, bool(request.stream)
         if service.config.log_prompts:
@@ -176,7 +187,9 @@ def _usage_wishes(options: StreamOptions | None) -> tuple[bool, bool]:
 
 
 async def _stream(call: Call, generation: Generation, rendering: Rendering) -> None:
-    """Send pieces as events. The response begins with the first piece, so that a refusal still has its own status."""
+    """Send pieces as events. The response begins with the first piece, so that a refusal still has its own
+    status.
+    """
     exchange = call.exchange
     pieces = await generation.read()
     await exchange.begin_events()

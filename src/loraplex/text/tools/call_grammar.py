@@ -1,7 +1,7 @@
 """What the grammars of calls are made of: the schema of a call, and rules in llguidance's form of Lark.
 
-A call is one JSON object under one schema for all tools, so that tokens which span its parts stay allowed; every tool's
-own schema lies in it under a name of ours. Specification: rulings "Sampling".
+A call is one JSON object under one schema for all tools, so that tokens which span its parts stay allowed;
+every tool's own schema lies in it under a name of ours. Specification: rulings "Sampling".
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from loraplex.text.tools.tool_types import Tool
 
 
 class Vocabulary(Protocol):
-    """What of a tokenizer matters to a grammar. plain_added: ids of added tokens that are part of a text like any other."""
+    """What of a tokenizer matters to a grammar. plain_added: ids of added tokens that are part of a text like
+    any other.
+    """
 
     @property
     def plain_added(self) -> Sequence[int]:
@@ -36,8 +38,8 @@ RULES: Final = "%llguidance {}\nTEXT: /(.|\\n)*/\nws: /[ \\t\\r\\n]{1,8}/\n"
 class Asked:
     """What an answer must be. tools: those that it may call, at least one.
 
-    required: it is a call or calls. single: of calls there is one at most. answer: JSON schema text, as the grammar embeds
-    it, of an answer without calls; None where that is free text.
+    required: it is a call or calls. single: of calls there is one at most. answer: JSON schema text, as the
+    grammar embeds it, of an answer without calls; None where that is free text.
     """
 
     tools: Sequence[Tool]
@@ -95,13 +97,17 @@ def opening(text: str, vocabulary: Vocabulary, *, at_once: bool) -> str:
 
 
 def plain_tokens(vocabulary: Vocabulary, marks: Collection[str]) -> str | None:
-    """A rule's part for added tokens that may stand in free text, which the library tells from their characters."""
+    """A rule's part for added tokens that may stand in free text, which the library tells from their
+    characters.
+    """
     known = {vocabulary.token_id(text) for text in marks}
     ids = [index for index in vocabulary.plain_added if index not in known]
     return f"<[{','.join(map(str, ids))}]>" if ids else None
 
 
 def said(vocabulary: Vocabulary, marks: Collection[str]) -> tuple[str, str]:
-    """A rule `said` for text up to such a token, and how it stands before other text; nothing where there are none."""
+    """A rule `said` for text up to such a token, and how it stands before other text; nothing where there are
+    none.
+    """
     tokens = plain_tokens(vocabulary, marks)
     return ("", "") if tokens is None else (f"said: TEXT {tokens}\n", "said* ")

@@ -1,7 +1,8 @@
 """From an answer's text to what is said and what is called, piece by piece.
 
-Owns what is held back: the beginning of a mark, a call whose name is not known yet, white space that may lie beside a
-call. What comes out depends on the text only, not on how it was split. Never judges arguments: the grammar did.
+Owns what is held back: the beginning of a mark, a call whose name is not known yet, white space that may lie
+beside a call. What comes out depends on the text only, not on how it was split. Never judges arguments: the
+grammar did.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from loraplex.text.tools.tool_types import BLANKS, CallDelta
 class CallMarks:
     """Where calls begin and end in a form.
 
-    begin: text that opens calls anywhere, or nothing. leading: an object at the beginning of an answer opens them too.
-    head: stands between `begin` and the first call. between: stands between two calls. end: closes the calls.
-    arguments_keys: under which of its keys an object holds arguments.
+    begin: text that opens calls anywhere, or nothing. leading: an object at the beginning of an answer opens
+    them too. head: stands between `begin` and the first call. between: stands between two calls. end: closes
+    the calls. arguments_keys: under which of its keys an object holds arguments.
     """
 
     begin: str

@@ -1,7 +1,7 @@
 """The JSON object of one call, read as it comes.
 
-Owns where the object ends, its name, and the text of its arguments just as it was written. Checks the object's own
-structure and leaves what the arguments hold to the grammar.
+Owns where the object ends, its name, and the text of its arguments just as it was written. Checks the
+object's own structure and leaves what the arguments hold to the grammar.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class CallScanner:
         return at
 
     def take(self) -> tuple[str | None, str]:
-        """The name, once, as soon as it is known, and what the arguments gained since; nothing before the name."""
+        """The name, once, as soon as it is known, and what the arguments gained since; nothing before the
+        name.
+        """
         if self._name is None:
             return None, ""
         name = None if self._name_given else self._name

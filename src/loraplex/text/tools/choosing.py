@@ -1,7 +1,7 @@
 """Which form a model writes calls in, found from its chat template.
 
-A template that knows tools is made to write a call, and the form that can read it is the model's. One that knows none
-leaves the choice: plain JSON. Never guesses: a call that no form reads is no form's.
+A template that knows tools is made to write a call, and the form that can read it is the model's. One that
+knows none leaves the choice: plain JSON. Never guesses: a call that no form reads is no form's.
 """
 
 from __future__ import annotations

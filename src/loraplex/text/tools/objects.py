@@ -14,7 +14,9 @@ NO_OBJECT: Final = "SAID: /[ \\t\\r\\n]*[^{ \\t\\r\\n](.|\\n)*/\n"
 
 
 def object_rules(asked: Asked, between: str, begin: str, vocabulary: Vocabulary) -> str:
-    """Rules from `start` to `calls`. between: a terminal that separates calls. begin: a token that opens them too."""
+    """Rules from `start` to `calls`. between: a terminal that separates calls. begin: a token that opens them
+    too.
+    """
     calls = "calls: call\n" if asked.single else f"calls: call ({between} call)*\n"
     index = vocabulary.token_id(begin) if begin else None
     if asked.required:

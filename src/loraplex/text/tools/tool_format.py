@@ -1,4 +1,5 @@
-"""What every form of calls offers: marks for the parser, a grammar, and words for a template that knows no tools.
+"""What every form of calls offers: marks for the parser, a grammar, and words for a template that knows no
+tools.
 
 A form is one file with one subclass. Never chooses among forms.
 """

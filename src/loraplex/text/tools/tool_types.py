@@ -11,7 +11,8 @@ from enum import StrEnum
 from typing import Any, Final
 
 Message = Mapping[str, Any]
-"""One turn as chat templates read it: role, content, and where there are any tool_calls, tool_call_id and name.
+"""One turn as chat templates read it: role, content, and where there are any tool_calls, tool_call_id and
+name.
 
 The arguments of a call in `tool_calls` are an object, not the text of one.
 """
@@ -46,7 +47,9 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """What a call gets. index: which call of the answer. id, name: with its first delta only. arguments: JSON text."""
+    """What a call gets. index: which call of the answer. id, name: with its first delta only. arguments: JSON
+    text.
+    """
 
     index: int
     id: str | None

@@ -1,7 +1,7 @@
 """What one request may call: its tools and its choice, as a prompt, a grammar and a parser.
 
-The way in for the server and for `LLM`. Owns which tools are refused and how much of them there may be. Never knows how
-a request or an answer is written. Specification: interface "HTTP".
+The way in for the server and for `LLM`. Owns which tools are refused and how much of them there may be. Never
+knows how a request or an answer is written. Specification: interface "HTTP".
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Template(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What an answer may call. named: the function to call where the choice is NAMED. parallel: more than once.
+    """What an answer may call. named: the function to call where the choice is NAMED. parallel: more than
+    once.
 
     Made by `use_of`, which checks.
     """

@@ -1,6 +1,7 @@
 """Tools in a conversation whose chat template knows none: they become text of messages that it does know.
 
-The tools stand in the system message, calls in the assistant's text, and what functions returned in a user's message.
+The tools stand in the system message, calls in the assistant's text, and what functions returned in a user's
+message.
 """
 
 from __future__ import annotations
