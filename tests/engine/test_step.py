@@ -40,10 +40,10 @@ def test_mixed_adapters_and_chunked_prefill(depth: int) -> None:
 @both_depths
 def test_prefill_beside_decode_is_bounded_and_alone_is_not(depth: int) -> None:
     rig = Rig(depth=depth, token_budget=16, mixed=MixedBound(2, 1))
-    rig.submit("first", prompt(0, 12), max_tokens=20)
+    rig.submit("first", prompt(12, 0), max_tokens=20)
     for _ in range(4):
         rig.step()
-    rig.submit("second", prompt(1, 12))
+    rig.submit("second", prompt(12, 1))
     rig.run()
     rig.assert_answered("first", "second")
     done = [e for e in rig.log.events if isinstance(e, IterationCompleted)]
