@@ -187,7 +187,7 @@ def a_copy_lands_in_the_neighbouring_block(patch: Patch) -> None:
     patch.setattr(PendingDeltas, "copy", copy)
 
 
-@mutant("one_owner", "equal_output", "discards", "ends_once", "typed_end", small=True)
+@mutant("one_owner", "conservation", "equal_output", "discards", "ends_once", "typed_end", small=True)
 def a_slab_goes_back_with_its_first_free_block(patch: Patch) -> None:
     real = Slabs._to_free
 

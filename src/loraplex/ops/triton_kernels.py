@@ -39,26 +39,12 @@ SHRINK_WORDS = tl.constexpr(4)
 
 @triton.jit(do_not_specialize=["layers", "block_cap", "record_cap"])
 def records_kernel(
-    head_ptr,
-    blocks_ptr,
-    address_ptr,
-    rank_ptr,
-    scale_ptr,
-    flags_ptr,
-    max_rank_ptr,
-    meta_ptr,
-    shrink_ptr,
-    shrink64_ptr,
-    expand_ptr,
-    expand64_ptr,
-    layers,
-    block_cap,
-    record_cap,
-    D_IN: tl.constexpr,
-    BASES: tl.constexpr,
-    TILE: tl.constexpr,
-    MAX_TILES: tl.constexpr,
-):
+    head_ptr, blocks_ptr, address_ptr, rank_ptr, scale_ptr, flags_ptr, max_rank_ptr,
+    meta_ptr, shrink_ptr, shrink64_ptr, expand_ptr, expand64_ptr,
+    layers, block_cap, record_cap,
+    D_IN: tl.constexpr, BASES: tl.constexpr,
+    TILE: tl.constexpr, MAX_TILES: tl.constexpr,
+):  # fmt: skip
     """One program a (block, layer): writes the block's shrink and expand records of that layer.
 
     D_IN: d_in of the seven modules. BASES: where the record list of each module's group begins.
@@ -131,30 +117,12 @@ def _rank_rows(list_ptr, base, list_at, rank, stride, live, ALIGNED: tl.constexp
 
 @triton.jit(do_not_specialize=["record_cap"])
 def shrink_kernel(
-    x_ptr,
-    pool_ptr,
-    z_ptr,
-    head_ptr,
-    meta_ptr,
-    meta16_ptr,
-    record_ptr,
-    record64_ptr,
-    list_ptr,
-    x_stride,
-    record_cap,
-    COUNT_AT: tl.constexpr,
-    D_IN: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-    STEPS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    Z_SPLITS: tl.constexpr,
-    GATHER: tl.constexpr,
-    F32_DOT: tl.constexpr,
-    PDL: tl.constexpr,
-    STAGES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, pool_ptr, z_ptr, head_ptr, meta_ptr, meta16_ptr, record_ptr, record64_ptr, list_ptr,
+    x_stride, record_cap,
+    COUNT_AT: tl.constexpr, D_IN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
+    SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr, F32_DOT: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Z partials: z[row of Z, split, TILE] = sum over one chunk of d_in of x[row] * a[rank].
 
     x [rows, D_IN]; pool: the page pool as elements; z float32 [*, Z_SPLITS, TILE]. Work item = record x
@@ -243,7 +211,7 @@ def _add_product(acc, z, b, BM: tl.constexpr, F32_DOT: tl.constexpr):
 @triton.jit
 def _z_tile(
     z_ptr, z_row, i, mine, Z_SPLITS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr
-):
+):  # fmt: skip
     """Z of one rank tile, [BM, TILE] float32: the partial sums added in one order.
 
     Ranks beyond the true one hold what a shrink left there, so B's zeros must meet finite numbers: the shrink
@@ -273,19 +241,9 @@ def _inside(rows, n, d_out, EVEN: tl.constexpr):
 
 @triton.jit
 def _b_tile(
-    pool_ptr,
-    list_ptr,
-    base,
-    list_at,
-    done,
-    ranks,
-    d_out,
-    n,
-    wanted,
-    TILE: tl.constexpr,
-    EVEN: tl.constexpr,
+    pool_ptr, list_ptr, base, list_at, done, ranks, d_out, n, wanted, TILE: tl.constexpr, EVEN: tl.constexpr,
     ALIGNED: tl.constexpr,
-):
+):  # fmt: skip
     """[TILE, BN] of B-transposed from rank row `done` on; zeros where there is none or it is not wanted."""
     rank = tl.arange(0, TILE)
     live = (rank < ranks - done) & wanted
@@ -350,34 +308,12 @@ def _expand_block(blocks_ptr, blocks16_ptr, block, module, i, BM: tl.constexpr, 
 
 @triton.jit
 def expand_kernel(
-    y_ptr,
-    pool_ptr,
-    pool32_ptr,
-    z_ptr,
-    head_ptr,
-    blocks_ptr,
-    blocks16_ptr,
-    record_ptr,
-    record64_ptr,
-    list_ptr,
-    vector_ptr,
-    y_stride,
-    M0: tl.constexpr,
-    M1: tl.constexpr,
-    M2: tl.constexpr,
-    FIRST_MODULE: tl.constexpr,
-    WIDE_AT: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    SPLITS: tl.constexpr,
-    Z_SPLITS: tl.constexpr,
-    GATHER: tl.constexpr,
-    F32_DOT: tl.constexpr,
-    PDL: tl.constexpr,
-    VECTORS: tl.constexpr,
-    TILE: tl.constexpr,
-    MAX_RUN: tl.constexpr,
-):
+    y_ptr, pool_ptr, pool32_ptr, z_ptr, head_ptr, blocks_ptr, blocks16_ptr, record_ptr, record64_ptr, list_ptr,
+    vector_ptr, y_stride,
+    M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, FIRST_MODULE: tl.constexpr, WIDE_AT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr,
+    F32_DOT: tl.constexpr, PDL: tl.constexpr, VECTORS: tl.constexpr, TILE: tl.constexpr, MAX_RUN: tl.constexpr,
+):  # fmt: skip
     """y[row, slice] = g * (y + s * Z B^T) + c.
 
     y [rows, M0 + M1 + M2]: outputs of up to three modules side by side. Work item = block x run of column
