@@ -40,7 +40,9 @@ scores = {"logits_ptr": "*fp32", "values_ptr": "*fp32", "tops_ptr": "*fp32", "to
           "scores_ptr": "*fp32", "tokens_ptr": "*i64"}
 splits = sizes.SPLITS
 build(kernels.deltas_kernel, {}, {"BLOCK": inputs.DELTA_BLOCK})
-build(kernels.unpack_kernel, {}, {"PAGE_TOKENS": 16, "BLOCK": inputs.ROW_BLOCK})
+for decode_first in (False, True):
+    build(kernels.unpack_kernel, {},
+          {"PAGE_TOKENS": 16, "BLOCK": inputs.ROW_BLOCK, "DECODE_FIRST": decode_first})
 build(kernels.pad_kernel, {}, {"UPTO": 2048, "BLOCK": inputs.ROW_BLOCK})
 for heads_count, kv_heads, half, block in ((32, 8, 64, 8), (9, 3, 32, 4)):
     build(kernels.rope_append_kernel, pool,
