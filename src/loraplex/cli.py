@@ -36,6 +36,7 @@ from loraplex.serve_options import (
     LengthOption,
     LockedOption,
     LogLevelOption,
+    LogPromptsOption,
     OriginsOption,
     PoolOption,
     PrefixCacheOption,
@@ -103,9 +104,7 @@ def serve(
     ] = "auto",
     log_level: LogLevelOption = "info",
     log_json: Annotated[bool, Parameter(negative="", help="Log one JSON object a line.")] = False,
-    log_prompts: Annotated[
-        bool, Parameter(negative="", help="Log what callers ask; without it no prompt is written anywhere.")
-    ] = False,
+    log_prompts: LogPromptsOption = False,
     drain_s: DrainOption = DEFAULT_DRAIN_S,
     adapter_floor: AdapterFloorOption = 0.0,
     prefix_cache: PrefixCacheOption = True,

@@ -51,6 +51,9 @@ LockedOption = Annotated[
     Parameter(help="Of them, page-locked for a CUDA device, in GiB; half of them and 4 at most by default."),
 ]
 StoreOption = Annotated[float, Parameter(help="Most of the disk that downloaded adapters may take, in GiB.")]
+LogPromptsOption = Annotated[
+    bool, Parameter(negative="", help="Log what callers ask; without it no prompt is written anywhere.")
+]
 ToolFormatOption = Annotated[
     tuple[str, ...],
     Parameter(

@@ -230,4 +230,11 @@ def test_an_activated_adapter_is_invoked_as_its_card_says() -> None:
         assert card == Card(task.recipe.invocation, task.recipe.invocation)
         assert PeftConfig.from_pretrained(FOLDERS[name]).alora_invocation_tokens
         for folder in FOLDERS.values():
-            assert (read_card(folder, activated=True) is None) is (folder.name not in activated)
+            found = read_card(folder, activated=True)
+            assert (found is not None and bool(found.texts)) is (folder.name in activated)
+
+
+def test_an_adapter_that_calls_says_how_on_its_card() -> None:
+    for name, task in TASKS.items():
+        found = read_card(FOLDERS[name], activated=True)
+        assert (found is not None and found.tool_format == "hermes") is bool(task.tools), name
