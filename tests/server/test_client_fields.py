@@ -85,9 +85,13 @@ def test_special_tokens_and_stop_strings_stay_where_that_is_asked(tmp_path: Path
         front.engine.sent.clear()
         stopped = (await front.complete(stop_token_ids=[b], ignore_eos=True)).json()["choices"][0]
         assert (stopped["text"], stopped["finish_reason"]) == ("a", "stop")
+        assert stopped["stop_reason"] == b
+        for ask in (front.complete, front.chat):
+            answer = (await ask(ignore_eos=True, stop=["STOP", "no"])).json()["choices"][0]
+            assert answer["stop_reason"] == "STOP"
+        assert "stop_reason" not in (await front.complete()).json()["choices"][0]
         kept = await text(stop_token_ids=[b], ignore_eos=True, include_stop_str_in_output=True)
         assert kept == "ab"
-        front.engine.sent.pop()
         assert front.engine.of(Submit)[0].sampling.stop_token_ids == (b,)
 
     run(tmp_path, test)

@@ -201,6 +201,7 @@ class ChatRendering:
             delta=_delta(piece),
             logprobs=self._logprobs(piece.logprobs) if piece.logprobs else None,
             finish_reason=piece.finish_reason,
+            stop_reason=UNSET if piece.stop_reason is None else piece.stop_reason,
             token_ids=self._ids(piece.token_ids),
         )
         return self._event(choice)
@@ -223,6 +224,7 @@ class ChatRendering:
                 message=_message(pieces),
                 logprobs=self._logprobs([entry for piece in pieces for entry in piece.logprobs]),
                 finish_reason=pieces[-1].finish_reason,
+                stop_reason=UNSET if pieces[-1].stop_reason is None else pieces[-1].stop_reason,
                 token_ids=self._ids([token for piece in pieces for token in piece.token_ids]),
             )
             for index, pieces in parts.items()
