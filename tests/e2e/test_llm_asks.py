@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.e2e.test_llm_text import END, WORD, model
+from tests.e2e.tiny_words import END, WORD, model
 from tests.server.random_adapters import write_adapter
 
 from loraplex import LLM, AnswerForm, SamplingParams

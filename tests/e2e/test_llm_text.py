@@ -13,25 +13,11 @@ from typing import Any
 
 import pytest
 from tests.e2e.judge import open_llm
-from tests.model.tiny import COMMON
+from tests.e2e.tiny_words import END, WORD, model
 from tests.server.random_adapters import write_adapter
-from tests.text.tiny_text import metaspace_tokenizer
 
 from loraplex import LLM, SamplingParams
 from loraplex.core.errors import CallerError, ErrorCode
-
-WORD = metaspace_tokenizer().token_to_id("\u2581world")
-END = metaspace_tokenizer().token_to_id("</s>")
-
-
-def model(folder: Path, **changes: Any) -> Path:
-    """A tiny Llama of random weights with a sentencepiece-like tokenizer, which has an end token of its own."""
-    folder.mkdir(exist_ok=True)
-    config = {**COMMON, "vocab_size": 300, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(config | changes))
-    metaspace_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    return folder
 
 
 def always(folder: Path, token: int) -> tuple[list[int], str, str | None]:

@@ -87,9 +87,13 @@ def test_special_tokens_and_stop_strings_stay_where_that_is_asked(tmp_path: Path
         front.engine.sent.clear()
         stopped = (await front.complete(stop_token_ids=[b], ignore_eos=True)).json()["choices"][0]
         assert (stopped["text"], stopped["finish_reason"]) == ("a", "stop")
+        assert stopped["stop_reason"] == b
+        for ask in (front.complete, front.chat):
+            answer = (await ask(ignore_eos=True, stop=["STOP", "no"])).json()["choices"][0]
+            assert answer["stop_reason"] == "STOP"
+        assert "stop_reason" not in (await front.complete()).json()["choices"][0]
         kept = await text(stop_token_ids=[b], ignore_eos=True, include_stop_str_in_output=True)
         assert kept == "ab"
-        front.engine.sent.pop()
         assert front.engine.of(Submit)[0].sampling.stop_token_ids == (b,)
 
     run(tmp_path, test)
@@ -217,3 +221,36 @@ def test_no_model_is_refused_where_tenants_may_mean_different_ones(tmp_path: Pat
     keys = [{"sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": key} for key in ("one", "two")]
     (tmp_path / "keys").write_text("\n".join(map(json.dumps, keys)))
     run(tmp_path, test, api_key_file=str(tmp_path / "keys"))
+
+
+def test_a_conversation_ends_as_asked(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "STOP w"}]
+
+        async def prompt(**body: Any) -> str:
+            front.engine.sent.clear()
+            response = await front.chat(messages=talk, **body)
+            assert response.status_code == 200, response.text
+            ids = np.frombuffer(front.engine.of(Submit)[0].prompt, "<i4").tolist()
+            assert front.codec is not None
+            return front.codec.decode(ids, skip_special=False)
+
+        whole = "<|start|>[user]hello<|end|>[assistant]STOP w<|end|>"
+        assert await prompt() == whole + "[assistant]"
+        assert await prompt(add_generation_prompt=False) == whole
+        assert await prompt(continue_final_message=True) == whole.removesuffix("<|end|>")
+        assert (
+            await prompt(chat_template_kwargs={"bos_token": "h"})
+            == whole.replace("<|start|>", "h") + "[assistant]"
+        )
+        for body, field in (
+            ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+            ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ):
+            refused = await front.chat(messages=talk, **body)
+            assert error_of(refused) == (400, "invalid_request", field)
+        shown = {"messages": talk, "continue_final_message": True}
+        ids = (await front.http.post("/tokenize", json=shown)).json()["tokens"]
+        assert (await front.http.post("/detokenize", json={"tokens": ids})).json()["prompt"] == whole[:-7]
+
+    run(tmp_path, test)

@@ -49,12 +49,17 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """One sample of a completion, or the part of it that a chunk adds. token_ids: only if asked for."""
+    """One sample of a completion, or the part of it that a chunk adds. stop_reason: the stop string or stop
+    token that ended it.
+
+    token_ids: only if asked for.
+    """
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -138,6 +143,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     delta: Delta | UnsetType = UNSET
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 

@@ -139,6 +139,9 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
@@ -161,6 +164,9 @@ class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

@@ -32,7 +32,8 @@ class Piece:
     """A part of one sample's answer, or all of it. choice: which sample. finish_reason: None until it is
     over.
 
-    calls: what calls of tools get; their text is no part of `text`.
+    stop_reason: the stop string or the token of `stop_token_ids` that ended it. calls: what calls of tools
+    get; their text is no part of `text`.
     """
 
     choice: int
@@ -41,6 +42,7 @@ class Piece:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     calls: list[CallDelta] = field(default_factory=list)
 
     def add_text(self, parts: Sequence[str | CallDelta]) -> None:
@@ -85,6 +87,7 @@ class SampleAssembly:
         self.finish_reason: str | None = None
         self.binding: TokenBinding | None = None
         self.cached_tokens: int | None = None
+        self._stop_token_ids = frozenset(params.stop_token_ids)
         self._parser = None if tools is None else tools.parser()
         marks = () if tools is None else tools.form.marks.texts
         self._detokenizer = (
@@ -138,6 +141,8 @@ class SampleAssembly:
             self.over = True
             raise error_for(ErrorCode(message.code), message.message, param=message.param)
         reason = message.finish_reason
+        if message.stop_token in self._stop_token_ids:
+            piece.stop_reason = message.stop_token
         if self._detokenizer is not None:
             self._say(self._detokenizer.finish(), piece)
             if self._detokenizer.stopped_at is not None:
@@ -156,6 +161,8 @@ class SampleAssembly:
             piece.add_text(self._parser.finish())
             if self._parser.calls and reason == FinishReason.STOP.value:
                 reason = TOOL_CALLS
+        if self._detokenizer is not None and self._detokenizer.stop_string is not None:
+            piece.stop_reason = self._detokenizer.stop_string
         self.finish_reason = piece.finish_reason = reason
 
 

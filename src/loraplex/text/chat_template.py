@@ -14,7 +14,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -28,6 +28,7 @@ from loraplex.text.tools.choosing import FORMATS, format_of, knows_tools
 from loraplex.text.tools.tool_format import ToolFormat
 from loraplex.text.tools.tool_types import Message
 
+_OURS: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 Environment = jinja2.sandbox.ImmutableSandboxedEnvironment
 
 
@@ -131,22 +132,32 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         suffix: str | None = None,
+        *,
+        continues: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Prompt text that ends where the assistant's answer begins; `invalid_request` when the template
         refuses.
 
         tools: as templates read them. suffix: opens the answer in place of the template's own opening. A
-        developer's message is a system message to a template that does not know the role.
+        developer's message is a system message to a template that does not know the role. continues: the text
+        ends within the last message, which the answer goes on with. variables: further ones of the template's
+        own.
         """
+        for name in variables or ():
+            if name in _OURS:
+                raise _refused_variable(name)
         try:
             with self._bounds():
                 text = self._template.render(
                     messages=[self._known(message) for message in messages],
-                    add_generation_prompt=suffix is None,
+                    add_generation_prompt=suffix is None and not continues,
                     tools=list(tools) or None,
                     documents=None,
-                    **self._special,
+                    **{**self._special, **(variables or {})},
                 )
+                if continues:
+                    return _up_to_end(text, str(messages[-1]["content"]))
                 return text + (suffix or "")
         except (jinja2.TemplateError, RecursionError) as error:
             raise CallerError(
@@ -159,3 +170,26 @@ class ChatTemplate:
         if message["role"] == "developer" and not self._knows_developer:
             return {**message, "role": "system"}
         return dict(message)
+
+
+def _refused_variable(name: str) -> CallerError:
+    return CallerError(
+        ErrorCode.INVALID_REQUEST,
+        f"chat_template_kwargs sets {name}, which the request's own fields say; leave it out",
+        param="chat_template_kwargs",
+    )
+
+
+def _up_to_end(text: str, last: str) -> str:
+    """A rendered conversation up to the end of its last message's content."""
+    said = last.strip()
+    at = text.rfind(said) if said else -1
+    if at < 0:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            "continue_final_message needs a last message whose content the chat template writes as it is",
+            param="continue_final_message",
+        )
+    end = at + len(said)
+    blank = last[len(last.rstrip()) :]
+    return text[: end + len(blank)] if text.startswith(blank, end) else text[:end]

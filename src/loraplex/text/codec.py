@@ -188,16 +188,21 @@ class TextCodec:
         tools: ToolUse | None = None,
         suffix: str | None = None,
         add_special: bool = False,
+        *,
+        continues: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers. The template alone decides about a
         BOS.
 
         tools: what the answer may call. suffix: text that opens the answer in place of what the template
-        opens it with. add_special: with what the tokenizer puts around a text.
+        opens it with. add_special: with what the tokenizer puts around a text. continues, variables: as in
+        `ChatTemplate.render`.
         """
         template = self.template()
         given, offered = messages_for(template, messages, tools)
-        return self.encode(template.render(given, offered, suffix), add_special)
+        text = template.render(given, offered, suffix, continues=continues, variables=variables)
+        return self.encode(text, add_special)
 
     def template(self) -> ChatTemplate:
         """The chat template, or `unsupported_option` where the model has none."""

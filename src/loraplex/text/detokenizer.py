@@ -61,6 +61,11 @@ class Detokenizer:
         self._count = 0
         self.stopped_at: int | None = None
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that completed, None before."""
+        return self._stops.completed
+
     def push(self, token_ids: Iterable[int]) -> str:
         """Text that is final after these tokens."""
         out = ""

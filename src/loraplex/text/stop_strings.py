@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 class StopStrings:
     """Holds back the longest end of a text that may become a stop string.
 
-    A stop string without a special token is looked for in what is shown, one with a special token in the
-    whole text.
+    completed: the one that ended the text, None before. A stop string without a special token is looked for
+    in what is shown, one with a special token in the whole text.
     """
 
     def __init__(self, stops: Sequence[str], special: Iterable[str], *, kept: bool = False) -> None:
@@ -24,6 +24,7 @@ class StopStrings:
         text.
         """
         self._kept = kept
+        self.completed: str | None = None
         texts = tuple(filter(None, special))
         self._spelled = tuple(stop for stop in stops if any(text in stop for text in texts))
         self._plain = tuple(stop for stop in stops if stop not in self._spelled)
@@ -41,14 +42,14 @@ class StopStrings:
         whole = "".join(character for character, _ in self._held)
         places = [index for index, (_, is_shown) in enumerate(self._held) if is_shown]
         seen = whole if len(places) == len(whole) else "".join(whole[index] for index in places)
-        hits = [(at + len(stop), at) for stop in self._spelled if (at := whole.find(stop)) >= 0]
+        hits = [(at + len(stop), at, stop) for stop in self._spelled if (at := whole.find(stop)) >= 0]
         hits += [
-            (places[at + len(stop) - 1] + 1, places[at])
+            (places[at + len(stop) - 1] + 1, places[at], stop)
             for stop in self._plain
             if (at := seen.find(stop)) >= 0
         ]
         if hits:  # the one that completes first; of two that complete together, the longer one
-            end, begin = min(hits)
+            end, begin, self.completed = min(hits)
             return self._release(end if self._kept else begin), True
         if final:
             return self._release(len(whole)), False

@@ -39,11 +39,11 @@ from loraplex.server.generation.logprobs import chat_logprobs
 from loraplex.server.generation.sampling_fields import sampling_params
 from loraplex.server.generation.serving import About, Prepared, serve
 from loraplex.server.routing import Call, require_fitting
-from loraplex.server.wire import ChatRequest
+from loraplex.server.wire import ChatRequest, TokenizeRequest
 from loraplex.text.assembly import Piece
 from loraplex.text.codec import SHORT_TEXT_CHARS, TextCodec
 from loraplex.text.engine_sampling import check_sampling
-from loraplex.text.tools.tool_types import ToolChoice, joined
+from loraplex.text.tools.tool_types import Message, ToolChoice, joined
 from loraplex.text.tools.tool_use import ToolUse, use_of
 
 
@@ -71,7 +71,7 @@ class Chat:
         tools = _tools(call, request, model, codec)
         ids = await call.service.workers.run_if(
             long or tools is not None,
-            lambda: codec.chat(given, tools, model.chat_suffix, bool(request.add_special_tokens)),
+            lambda: conversation_ids(codec, request, given, tools, model.chat_suffix),
         )
         ids = truncated(ids, request)
         check_prompt(call.service, ids, "messages")
@@ -85,6 +85,33 @@ class Chat:
     ) -> ChatRendering:
         """Chat's chunks and body."""
         return ChatRendering(about, request, need_codec(about.served.codec, "messages"), prepared, generation)
+
+
+def conversation_ids(
+    codec: TextCodec,
+    request: ChatRequest | TokenizeRequest,
+    given: Sequence[Message],
+    tools: ToolUse | None = None,
+    suffix: str | None = None,
+) -> list[int]:
+    """Token ids of a conversation, by what the request says of its end. suffix: how an answer opens, of the
+    model's card.
+    """
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            "continue_final_message goes on with the last message and add_generation_prompt begins another; give one",
+            param="continue_final_message",
+        )
+    return codec.chat(
+        given,
+        tools,
+        "" if request.add_generation_prompt is False else suffix,
+        bool(request.add_special_tokens),
+        continues=continues,
+        variables=request.chat_template_kwargs,
+    )
 
 
 def _tools(call: Call, request: ChatRequest, model: ServedModel, codec: TextCodec) -> ToolUse | None:
@@ -201,6 +228,7 @@ class ChatRendering:
             delta=_delta(piece),
             logprobs=self._logprobs(piece.logprobs) if piece.logprobs else None,
             finish_reason=piece.finish_reason,
+            stop_reason=UNSET if piece.stop_reason is None else piece.stop_reason,
             token_ids=self._ids(piece.token_ids),
         )
         return self._event(choice)
@@ -223,6 +251,7 @@ class ChatRendering:
                 message=_message(pieces),
                 logprobs=self._logprobs([entry for piece in pieces for entry in piece.logprobs]),
                 finish_reason=pieces[-1].finish_reason,
+                stop_reason=UNSET if pieces[-1].stop_reason is None else pieces[-1].stop_reason,
                 token_ids=self._ids([token for piece in pieces for token in piece.token_ids]),
             )
             for index, pieces in parts.items()

@@ -225,6 +225,7 @@ class CompletionRendering:
             text=text,
             logprobs=self._logprobs(index, prompt, first, piece, entries),
             finish_reason=reason,
+            stop_reason=UNSET if piece.stop_reason is None else piece.stop_reason,
             token_ids=list(ids) if self._with_ids else UNSET,
             prompt_token_ids=list(self._prepared.ids[prompt]) if first and self._with_ids else UNSET,
         )
@@ -255,6 +256,7 @@ def _merge(parts: list[CompletionChoice]) -> CompletionChoice:
         text="".join(part.text for part in parts),
         logprobs=joined(scored) if scored else None,
         finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
         token_ids=UNSET if last.token_ids is UNSET else [t for part in parts for t in part.token_ids or ()],
         prompt_token_ids=parts[0].prompt_token_ids,
     )

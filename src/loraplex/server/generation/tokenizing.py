@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.server.chat_wire import template_messages
+from loraplex.server.generation.chat import conversation_ids
 from loraplex.server.generation.generate import bind_model, check_ids, need_codec
 from loraplex.server.routing import Call, named_model, read_body, require_fitting
 from loraplex.server.wire import DetokenizeRequest, TokenizeRequest
@@ -44,7 +45,7 @@ async def tokenize(call: Call) -> None:
 def _ids(codec: TextCodec, request: TokenizeRequest) -> Sequence[int]:
     if request.messages is None:
         return codec.encode(request.prompt or "", add_special=request.add_special_tokens is not False)
-    return codec.chat(template_messages(request.messages), add_special=bool(request.add_special_tokens))
+    return conversation_ids(codec, request, template_messages(request.messages))
 
 
 async def detokenize(call: Call) -> None:
