@@ -1,4 +1,6 @@
-"""The command line: what it starts, what it refuses and with which status, and adapters of a running server."""
+"""The command line: what it starts, what it refuses and with which status, and adapters of a running
+server.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def test_serve_understands_the_documented_options(
 ) -> None:
     words = (
         "serve MODEL --adapter a=/x --adapter b=/y --adapter-dir /d --adapter-dir /e --host ::1 --port 9000 "
-        "--device cpu --dtype float32 --pool-gb 1.5 --max-model-len 512 --tensor-parallel 1 --load-format dummy"
+        "--device cpu --dtype float32 --pool-gb 1.5 --max-model-len 512 --tensor-parallel 1 --load-format "
+        "dummy"
     )
     assert loraplex(*words.split()).status == 0
     assert served == [

@@ -165,7 +165,9 @@ def busy_waits(source: str) -> list[str]:
 
 
 def imports_from_tests(source: str) -> list[str]:
-    """What several tests need lives in a helper module. Programs that a test keeps in a string are read too."""
+    """What several tests need lives in a helper module. Programs that a test keeps in a string are
+    read too.
+    """
     named = [
         (node.lineno, f"{getattr(node, 'module', '')}.{alias.name}")
         for node in ast.walk(ast.parse(source))
@@ -418,7 +420,9 @@ def test_importing_the_deterministic_parts_loads_no_heavy_library() -> None:
 NOBODY_CALLS = {
     "catalog.catalog_commands.check_catalog": "a command of the command line",
     "cli.sim": "a command of the command line",
-    "core.layout.page_demand": "0x04D derives demand for three geometries; tests compare it with what images take",
+    "core.layout.page_demand": (
+        "0x04D derives demand for three geometries; tests compare it with what images take"
+    ),
     "identity.manifest.encode_manifest": "writes what `loraplex verify --manifest` reads",
     "ops.exact.ExactOps": "the definition that every operator family is compared with",
     "ops.exact.read_adapter": "what the definition reads",

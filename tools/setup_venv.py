@@ -85,7 +85,8 @@ def runtime() -> None:
         "pip could not install '"
         + torch
         + "'; if its sources have no CPU build for this Python, point it to one "
-        "(PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS), use another Python (make PYTHON=python3.11), or accept any build "
+        "(PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS), use another Python (make PYTHON=python3.11), or accept any "
+        "build "
         "with LORAPLEX_TORCH=" + pin("torch") + ".",
     )
     say("installing loraplex and what it needs to serve")

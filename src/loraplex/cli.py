@@ -153,7 +153,9 @@ def serve(
 
 
 def run_server(config: ServeConfig) -> int:
-    """Everything of `serve` after the command line: logging, model folder, private folder, the server's life."""
+    """Everything of `serve` after the command line: logging, model folder, private folder, the
+    server's life.
+    """
     from loraplex.build.model_folder import resolve_model
     from loraplex.model.converted_models import cache_root
     from loraplex.process.logs import configure_logging
@@ -172,7 +174,9 @@ def run_server(config: ServeConfig) -> int:
 
 @app.command
 def provenance(request_id: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
-    """Show what answered a request as JSON: base, artifact, kernel and binding digests, attempt, generations."""
+    """Show what answered a request as JSON: base, artifact, kernel and binding digests, attempt,
+    generations.
+    """
     print(json.dumps(RemoteServer(url, api_key).provenance(request_id), indent=2))
 
 

@@ -88,7 +88,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.token_budget is not None and self.token_budget < self.max_requests:
             raise CallerError(
                 ErrorCode.CONFIG_INVALID,
-                f"token_budget {self.token_budget} is below max_requests {self.max_requests}, and each running request "
+                f"token_budget {self.token_budget} is below max_requests {self.max_requests}, and each "
+                "running request "
                 "may take a row of every step; raise it or lower max_requests",
                 param="token_budget",
             )
@@ -120,7 +121,8 @@ def _locked_size(config: EngineConfig) -> None:
     if wanted and config.loader != "process":
         raise _invalid(
             "host_locked_gb",
-            f"host_locked_gb locks memory that a loader process fills; with the {config.loader} loader it must be 0",
+            f"host_locked_gb locks memory that a loader process fills; with the {config.loader} loader it "
+            "must be 0",
         )
     if wanted and config.device == "cpu":
         raise _invalid("host_locked_gb", "host_locked_gb locks memory for a CUDA device; on cpu it must be 0")
@@ -131,7 +133,8 @@ def _sharing_tenants(tenants: tuple[str, ...]) -> None:
         if not TENANT.fullmatch(tenant):
             raise _invalid(
                 "share_prefixes",
-                f"tenant {tenant[:40]!r} must be 1 to 128 letters, digits or . _ : -, beginning with a letter or digit",
+                f"tenant {tenant[:40]!r} must be 1 to 128 letters, digits or . _ : -, beginning with a "
+                "letter or digit",
             )
     if tenants and len(set(tenants)) != len(tenants):
         raise _invalid("share_prefixes", f"share_prefixes names a tenant twice: {', '.join(tenants)}")
@@ -288,7 +291,8 @@ def _check_formats(formats: tuple[tuple[str | None, str], ...]) -> None:
         if alias == "" or form not in TOOL_FORMATS:
             raise _invalid(
                 "tool_format",
-                f"--tool-format takes one of {', '.join(TOOL_FORMATS)}, or ALIAS= and one of them, got {form!r}",
+                f"--tool-format takes one of {', '.join(TOOL_FORMATS)}, or ALIAS= and one of them, got "
+                f"{form!r}",
             )
         if alias in [earlier for earlier, _ in formats[:at]]:
             raise _invalid("tool_format", f"--tool-format is given twice for {alias or 'every model'}")

@@ -1,4 +1,6 @@
-"""What an adapter service stands between, in tests: an engine and a preparation that only record and answer."""
+"""What an adapter service stands between, in tests: an engine and a preparation that only record and
+answer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Our reading of PEFT's rules against PEFT and Python's own matcher, and against the list of PEFT's fields."""
+"""Our reading of PEFT's rules against PEFT and Python's own matcher, and against the list of PEFT's
+fields.
+"""
 
 from __future__ import annotations
 

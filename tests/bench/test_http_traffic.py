@@ -1,4 +1,6 @@
-"""`bench http` with a device: what traffic is drawn, what figures are made, and a small real server under it."""
+"""`bench http` with a device: what traffic is drawn, what figures are made, and a small real server
+under it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`loraplex bench ops` on tiny batches: workloads, errors against float64, JSON, chart, and what it refuses."""
+"""`loraplex bench ops` on tiny batches: workloads, errors against float64, JSON, chart, and what it
+refuses.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A process that changes a catalog and kills itself, with SIGKILL, at the n-th thing it says to the database."""
+"""A process that changes a catalog and kills itself, with SIGKILL, at the n-th thing it says to the
+database.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ OPERATIONS: dict[str, Callable[[CatalogStore], object]] = {
 
 
 def run(url: str, operation: str, at: int) -> None:
-    """Carry out an operation; SIGKILL before the `at`-th statement or commit, counted from 1, or not at all."""
+    """Carry out an operation; SIGKILL before the `at`-th statement or commit, counted from 1, or not
+    at all.
+    """
     store = CatalogStore.open(url)
     said = 0
 

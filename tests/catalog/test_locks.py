@@ -21,7 +21,9 @@ PROCESSES = 4
 
 
 def take_turns(folder: str, books: str, seed: int) -> None:
-    """Count in a file under a lock, in two writes that nobody may come between; read it under a shared one."""
+    """Count in a file under a lock, in two writes that nobody may come between; read it under a
+    shared one.
+    """
     locks = FileLocks(Path(folder))
     for turn in range(TURNS):
         name = NAMES[(turn + seed) % len(NAMES)]

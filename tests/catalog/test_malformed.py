@@ -155,7 +155,8 @@ ARTIFACT: dict[str, Mutation] = {
         f"DELETE FROM artifacts WHERE semantic = (SELECT semantic FROM revisions {HERE})"
     ),
     "artifact row renamed": sql(
-        f"UPDATE artifacts SET semantic = '{FLIPPED}' WHERE semantic = (SELECT semantic FROM revisions {HERE})"
+        f"UPDATE artifacts SET semantic = '{FLIPPED}' WHERE semantic = (SELECT semantic FROM revisions "
+        f"{HERE})"
     ),
 }
 ALIAS: dict[str, Mutation] = {

@@ -104,7 +104,9 @@ def check_greedy(output: RequestOutput, name: str | None, count: int) -> None:
 
 
 def check_entries(entries: dict[int, float], row: torch.Tensor, token: int, top: int = 5) -> None:
-    """The actual token is in it, values are the judge's, and nothing likelier than the entries was left out."""
+    """The actual token is in it, values are the judge's, and nothing likelier than the entries was
+    left out.
+    """
     assert token in entries
     assert len(entries) in (top, top + 1)
     for entry, value in entries.items():

@@ -166,7 +166,9 @@ def test_end_of_sequence_ends_a_request_unless_ignored(root: Path, tmp_path: Pat
 
 
 def test_a_continued_text_keeps_its_first_space(root: Path, tmp_path: Path) -> None:
-    """As over HTTP: what a tokenizer drops at the start of a text belongs to an answer, which continues one."""
+    """As over HTTP: what a tokenizer drops at the start of a text belongs to an answer, which
+    continues one.
+    """
     shutil.copytree(root / "base", tmp_path / "base")
     words = Tokenizer(models.WordLevel({"\u2581hello": 0, "\u2581world": 1, "<unk>": 2}, unk_token="<unk>"))
     words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()

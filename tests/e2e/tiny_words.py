@@ -14,7 +14,9 @@ END = metaspace_tokenizer().token_to_id("</s>")
 
 
 def model(folder: Path, **changes: Any) -> Path:
-    """A tiny Llama of random weights with a sentencepiece-like tokenizer, which has an end token of its own."""
+    """A tiny Llama of random weights with a sentencepiece-like tokenizer, which has an end token of
+    its own.
+    """
     folder.mkdir(exist_ok=True)
     config = {**COMMON, "vocab_size": 300, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config | changes))

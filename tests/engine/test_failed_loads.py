@@ -20,7 +20,9 @@ from loraplex.memory.residency import AdapterState
 
 @both_depths
 def test_a_failed_load_is_tried_again_with_the_same_place_in_the_queue(depth: int) -> None:
-    """0x09L: pages return before the retry, a new transaction and generation serve it, arrival never moves."""
+    """0x09L: pages return before the retry, a new transaction and generation serve it, arrival never
+    moves.
+    """
     rig = SlowRig(depth=depth)
     rig.register("a")
     rig.run()

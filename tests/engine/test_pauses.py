@@ -41,7 +41,9 @@ def test_a_step_that_only_a_grammar_could_move_on_pauses(depth: int) -> None:
 @both_depths
 @pytest.mark.parametrize("failing", ["fetch", "copy"])
 def test_the_pause_before_a_retry_is_no_busy_one_and_makes_nobody_wait(depth: int, failing: str) -> None:
-    """It may be any number of steps long: none of them counts as a step in which the request was passed over."""
+    """It may be any number of steps long: none of them counts as a step in which the request was
+    passed over.
+    """
     rig = SlowRig(depth=depth, load_retry_ns=1000 * 2 * MAX_SKIPS)
     digest = rig.kernel_digest("a")
     rig.register("a")

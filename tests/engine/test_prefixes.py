@@ -92,7 +92,9 @@ def test_a_conversation_hits_its_own_answer(depth: int) -> None:
 
 @both_depths
 def test_nothing_beyond_a_stop_is_cached(depth: int) -> None:
-    """At depth 1 a plan with the stop's own row, and a token after it, is in flight when the stop is found."""
+    """At depth 1 a plan with the stop's own row, and a token after it, is in flight when the stop is
+    found.
+    """
     rig = rig_of(depth, page_tokens=1)
     rig.submit("alone", prompt(5, 1), max_tokens=6)
     rig.run()

@@ -62,7 +62,9 @@ class SlabRig(SlowRig):
 
 @pytest.mark.parametrize(("depth", "beside"), [(0, False), (1, True)])
 def test_hundreds_of_small_adapters_are_served_from_a_pool_of_six_pages(depth: int, beside: bool) -> None:
-    """200 adapters, up to 64 of them at a time, in two slab pages beside KV: loaded, evicted, loaded again."""
+    """200 adapters, up to 64 of them at a time, in two slab pages beside KV: loaded, evicted, loaded
+    again.
+    """
     rig = SlabRig(depth=depth, beside=beside, max_requests=2, growth_horizon=0)
     rng = np.random.default_rng(7)
     for index in range(200):
@@ -82,7 +84,9 @@ def test_hundreds_of_small_adapters_are_served_from_a_pool_of_six_pages(depth: i
 
 @both_depths
 def test_neighbours_run_while_blocks_beside_theirs_are_filled_and_freed(depth: int) -> None:
-    """One adapter serves without a break; seven others come and go in the same page, swapped again and again."""
+    """One adapter serves without a break; seven others come and go in the same page, swapped again
+    and again.
+    """
     rig = SlabRig(depth=depth, pages=4, max_adapter_slots=9, beside=True)
     rig.small("stays", 3)
     rig.submit("long", prompt(5, 1), "stays", max_tokens=50)

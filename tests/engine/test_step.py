@@ -210,7 +210,9 @@ def test_refusals_are_typed_and_lose_nothing(depth: int) -> None:
 @both_depths
 @pytest.mark.parametrize("seed", range(12))
 def test_random_traffic_under_faults(depth: int, seed: int) -> None:
-    """Adapters over-commit the pool, requests come, go and are preempted, plans go stale: answers stay exact."""
+    """Adapters over-commit the pool, requests come, go and are preempted, plans go stale: answers
+    stay exact.
+    """
     rng = np.random.default_rng(seed)
     rig = Rig(
         depth=depth, pages=24, token_budget=int(rng.integers(1, 12)), growth_horizon=int(rng.integers(0, 9))

@@ -97,7 +97,9 @@ def test_logical_rank_one_in_a_physical_rank_two_slot() -> None:
 
 
 def test_arithmetic_unmerge_is_no_rollback() -> None:
-    """A demonstration: loraplex ships no unmerge, and this is why (0x07C). A finiteness check sees nothing."""
+    """A demonstration: loraplex ships no unmerge, and this is why (0x07C). A finiteness check sees
+    nothing.
+    """
     clean, delta = np.float16(2048), np.float16(1)
     merged = np.float16(clean + delta)
     unmerged = np.float16(merged - delta)

@@ -63,7 +63,9 @@ def test_page_demand_is_not_the_rank() -> None:
 
 
 class Sixteen:
-    """The fixture's pool before tx7: KV of r0, adapter a in use and pinned, adapter b idle, four free slots."""
+    """The fixture's pool before tx7: KV of r0, adapter a in use and pinned, adapter b idle, four
+    free slots.
+    """
 
     def __init__(self) -> None:
         self.pool = PagePool(17, SLOT.page_bytes)

@@ -69,7 +69,9 @@ def noting() -> Iterator[set[str]]:
 
 
 def adapter_kernels() -> None:
-    """Records, shrink and expand: both phases, split factors, vectors, every type; one cut of K and several."""
+    """Records, shrink and expand: both phases, split factors, vectors, every type; one cut of K and
+    several.
+    """
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if GPU else (torch.float32,)
     for dtype in dtypes:
         world = World({1: 8, 2: 16, 3: 1, 4: 33, 5: 17}, dtype)

@@ -119,7 +119,9 @@ def test_captured_mixed_steps_equal_the_same_launches_one_by_one_bit_for_bit() -
 
 
 def test_captured_mixed_steps_follow_float32_on_the_cpu() -> None:
-    """Each prompt beside those that decode, so that every step but the first two and the last is a mixed one."""
+    """Each prompt beside those that decode, so that every step but the first two and the last is a
+    mixed one.
+    """
     trio = Trio()
     requests = triples([9, 40, 21, 5, 50, 33])
     trio.follow([(0, 9)], requests)

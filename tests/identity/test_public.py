@@ -113,7 +113,8 @@ def test_no_manifest_at_all(adapter: Path, verify: Verify, text: bytes) -> None:
 def test_the_families_are_large_enough() -> None:
     launches = [m for m in MUTATIONS if not m[0].startswith("adapter.")]
     print(
-        f"{len(MUTATIONS) - len(launches)} malformed manifests, {len(launches) + len(RELATIONS)} launch snapshots"
+        f"{len(MUTATIONS) - len(launches)} malformed manifests, {len(launches) + len(RELATIONS)} launch "
+        "snapshots"
     )
     assert len(MUTATIONS) - len(launches) > 30
     assert len(launches) + len(RELATIONS) > 30

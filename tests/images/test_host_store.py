@@ -202,7 +202,9 @@ def test_room_that_is_free_is_not_given_back() -> None:
 def test_memory_is_found_ahead_where_the_kernel_can(
     folder: Path, error: int, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every part is asked for; an older kernel finds it when it is locked, and only a lack of it is an error."""
+    """Every part is asked for; an older kernel finds it when it is locked, and only a lack of it is
+    an error.
+    """
     region, asked = Region.find(folder), set[int]()
     assert region is not None
 

@@ -151,7 +151,9 @@ def test_a_loader_that_cannot_be_started_fails_the_fetch_and_nothing_else(
 
 
 def test_an_engine_survives_the_death_of_its_loader(tmp_path: Path) -> None:
-    """The child is killed before it is asked: the fetch fails, is tried again, and the request is answered."""
+    """The child is killed before it is asked: the fetch fails, is tried again, and the request is
+    answered.
+    """
 
     class Killed(LoaderProcess):
         kills = 2

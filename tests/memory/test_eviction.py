@@ -1,4 +1,6 @@
-"""Ranking and floors over classes of pages (0x05D): one currency, and no class gives up what its floor keeps."""
+"""Ranking and floors over classes of pages (0x05D): one currency, and no class gives up what its
+floor keeps.
+"""
 
 from __future__ import annotations
 

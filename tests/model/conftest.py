@@ -1,4 +1,6 @@
-"""The tiny Llama and its adapters on disk, made once for all tests of the model that do not bring their own."""
+"""The tiny Llama and its adapters on disk, made once for all tests of the model that do not bring
+their own.
+"""
 
 from __future__ import annotations
 

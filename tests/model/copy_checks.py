@@ -72,7 +72,9 @@ def check_damaged_copies(rig: Rig) -> None:
 
 
 def check_removal_under_load(rig: Rig) -> None:
-    """An adapter is taken away while its requests run and another takes its pages: each answers as it began."""
+    """An adapter is taken away while its requests run and another takes its pages: each answers as
+    it began.
+    """
     first = {f"a{i}": (prompt(5, i), "all-r4") for i in range(3)}
     for name, (tokens, adapter) in first.items():
         rig.submit(name, tokens, adapter, 20)

@@ -86,7 +86,9 @@ class Rig:
 
 
 def assert_answers(rig: Rig, asked: dict[str, tuple[list[int], str | None]], count: int) -> None:
-    """Every request ended well, and each token is what PEFT (or the base) chooses after the tokens before it."""
+    """Every request ended well, and each token is what PEFT (or the base) chooses after the tokens
+    before it.
+    """
     for name, (tokens, adapter) in asked.items():
         assert [(e.code, e.finish_reason) for e in rig.mailbox.ended[name]] == [(None, "length")]
         judge = tuned(adapter) if adapter else reference("llama")

@@ -90,7 +90,9 @@ class HeldStream(StreamCopies):
 
 
 def hold_copies(rig: Any, digest: str) -> HeldStream:
-    """Have a rig's runner copy by a `HeldStream`, in place of what it copied by; to be closed by the caller."""
+    """Have a rig's runner copy by a `HeldStream`, in place of what it copied by; to be closed by the
+    caller.
+    """
     rig.runner._residents.close()
     copies = HeldStream(rig.runner.table, digest)
     rig.runner._residents._copies = copies

@@ -1,4 +1,6 @@
-"""The bound that devices are held to in half precision sees a device that deviates more than its type does."""
+"""The bound that devices are held to in half precision sees a device that deviates more than its
+type does.
+"""
 
 from __future__ import annotations
 

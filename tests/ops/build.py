@@ -106,7 +106,9 @@ def random_adapter(
     modules: Sequence[Module],
     vectors: Sequence[Factor] = (),
 ) -> Adapter:
-    """Random factors on `modules` of all layers, each with a rank drawn from `ranks`; 0 means vectors only."""
+    """Random factors on `modules` of all layers, each with a rank drawn from `ranks`; 0 means
+    vectors only.
+    """
     out: Adapter = {}
     for layer in range(dims.layers):
         for module in modules:

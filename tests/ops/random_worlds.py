@@ -102,7 +102,9 @@ def sweep(
     family: str, seed: int, worlds: int, plans: int, most_adapters: int, most: int = 4, device: str = "cpu",
     page_bytes: int | None = None,
 ) -> None:  # fmt: skip
-    """Random worlds and plans; `PLANS` adds the empty phases, the one row and the base alone to each world."""
+    """Random worlds and plans; `PLANS` adds the empty phases, the one row and the base alone to each
+    world.
+    """
     rng = np.random.default_rng(seed)
     for index in range(worlds):
         adapters = int(rng.integers(1, most_adapters + 1))

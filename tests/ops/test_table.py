@@ -1,4 +1,6 @@
-"""The adapter table: a slot's life, what it refuses, and that device checksums are those of the host bytes."""
+"""The adapter table: a slot's life, what it refuses, and that device checksums are those of the host
+bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every configuration of the adapter kernels compiles for Hopper, without a GPU, and stays off local memory."""
+"""Every configuration of the adapter kernels compiles for Hopper, without a GPU, and stays off local
+memory.
+"""
 
 from __future__ import annotations
 

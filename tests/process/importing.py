@@ -1,4 +1,6 @@
-"""A child that never gets beyond its imports; it writes its process id into the file that its parent names."""
+"""A child that never gets beyond its imports; it writes its process id into the file that its parent
+names.
+"""
 
 from __future__ import annotations
 

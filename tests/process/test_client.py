@@ -1,4 +1,6 @@
-"""The client of an engine, in one process with the engine's mailbox: each request ends once, whoever ends it."""
+"""The client of an engine, in one process with the engine's mailbox: each request ends once, whoever
+ends it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Rows of an iteration: decode rows first, prefill rows under the budget and under the bound beside decode."""
+"""Rows of an iteration: decode rows first, prefill rows under the budget and under the bound beside
+decode.
+"""
 
 from __future__ import annotations
 

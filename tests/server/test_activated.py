@@ -1,4 +1,6 @@
-"""Activated adapters over HTTP: where they are invoked, who answers without, what a conversation ends with."""
+"""Activated adapters over HTTP: where they are invoked, who answers without, what a conversation
+ends with.
+"""
 
 from __future__ import annotations
 

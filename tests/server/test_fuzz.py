@@ -1,4 +1,6 @@
-"""A stranger's bytes: mutated bodies, mutated requests on a raw socket. No 5xx, no hang, nothing left behind."""
+"""A stranger's bytes: mutated bodies, mutated requests on a raw socket. No 5xx, no hang, nothing
+left behind.
+"""
 
 from __future__ import annotations
 

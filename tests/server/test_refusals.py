@@ -1,4 +1,6 @@
-"""Strict decoding: each wrong field is refused by name, with a stable code, and nothing reaches the engine."""
+"""Strict decoding: each wrong field is refused by name, with a stable code, and nothing reaches the
+engine.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,10 @@ CHAT: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
     [
         (
             {"messages": [{"role": "function", "content": "x"}]},
-            "messages[0].role is 'function', expected 'system' or 'developer' or 'user' or 'assistant' or 'tool'",
+            (
+                "messages[0].role is 'function', expected 'system' or 'developer' or 'user' or 'assistant' or "
+                "'tool'"
+            ),
         ),
         (
             {"response_format": {"type": "grammar"}},

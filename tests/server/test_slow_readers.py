@@ -26,7 +26,9 @@ from loraplex.process.logs import FIELDS
 
 
 class Unread:
-    """The application's side of a connection whose client sent a request and takes only the first messages."""
+    """The application's side of a connection whose client sent a request and takes only the first
+    messages.
+    """
 
     def __init__(self, body: dict[str, Any], takes: int) -> None:
         self._request: list[dict[str, Any]] = [{"type": "http.request", "body": json.dumps(body).encode()}]

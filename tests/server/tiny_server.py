@@ -1,4 +1,6 @@
-"""A model folder and adapters that are just enough to be served by an engine without a model, in numpy alone."""
+"""A model folder and adapters that are just enough to be served by an engine without a model, in
+numpy alone.
+"""
 
 from __future__ import annotations
 

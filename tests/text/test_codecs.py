@@ -117,7 +117,8 @@ USUAL = (
     "{{ m['content'] | trim ~ '!' }}{{ messages | tojson }}{% if not loop.last %},{% endif %}{% endfor %}"
     "{{ 'x%s' % 3 }}{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f('q') }}{% set ns = namespace(i=0) %}"
     "{% for i in range(3) %}{% set ns.i = ns.i + 1 %}{% endfor %}{{ ns.i * 2 }}{{ 'abc'.replace('b', 'BB') }}"
-    "{% generation %}g{% endgeneration %}{{ ['a', 'b'] | join('-') }}{% for k, v in {'a': 1}.items() %}{{ k }}{% endfor %}"
+    "{% generation %}g{% endgeneration %}{{ ['a', 'b'] | join('-') }}{% for k, v in {'a': 1}.items() %}{{ k "
+    "}}{% endfor %}"
 )
 
 
@@ -138,7 +139,10 @@ HUGE = [
     "{{ '{:1000000000}'.format(3) }}",
     "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
     "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-    "{% set ns = namespace(s=['ab']) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ ns.s }}",
+    (
+        "{% set ns = namespace(s=['ab']) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ "
+        "ns.s }}"
+    ),
     "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(60) }}",
     "{{ 'abc' | replace('', 'x' * 100000) | replace('x', 'y' * 100000) }}",
     "{{ 2 ** 99999999 }}",

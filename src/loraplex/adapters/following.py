@@ -42,7 +42,9 @@ class Following:
         lock: asyncio.Lock,
         changes: Callable[[int], Awaitable[Changes]],
     ) -> None:
-        """lock: held while names or registrations change. changes: what the database has after a generation."""
+        """lock: held while names or registrations change. changes: what the database has after a
+        generation.
+        """
         self._catalog = catalog
         self._life = life
         self._reading = reading

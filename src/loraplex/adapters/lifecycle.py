@@ -153,7 +153,9 @@ class Lifecycle:
 
     @asynccontextmanager
     async def _fitting(self, wanted: Change) -> AsyncIterator[PreparedAdapter]:
-        """Prepare what is to be published; `adapter_unsupported` where its requests could not use its text."""
+        """Prepare what is to be published; `adapter_unsupported` where its requests could not use
+        its text.
+        """
         async with self.prepared(wanted.source) as prepared:
             if prepared.companions != NO_COMPANIONS:
                 await self._shell.off_loop(lambda: self.texts.check(prepared.companions, wanted.text))
@@ -370,7 +372,9 @@ class Lifecycle:
                     self.held.failures[key] = error
 
     async def _catch_up(self, name: str, what: str) -> None:
-        """See what others published before a change of our own; without an answer that change is seen alone."""
+        """See what others published before a change of our own; without an answer that change is
+        seen alone.
+        """
         try:
             await self._shell.look()
         except LoraplexError as error:
@@ -379,7 +383,9 @@ class Lifecycle:
     # Residency
 
     async def pin(self, alias_key: AliasKey) -> None:
-        """Keep an alias on the device, whatever it stands for; `pool_exhausted` where pins leave too little."""
+        """Keep an alias on the device, whatever it stands for; `pool_exhausted` where pins leave too
+        little.
+        """
         while True:
             revision = self._catalog.current(alias_key)
             with self.held.bound(revision.key):

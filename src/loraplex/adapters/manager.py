@@ -218,7 +218,9 @@ class AdapterService(CatalogNames):
     async def put_unless(
         self, alias_key: AliasKey, source: str, seen: Revision, actor: str = OPERATOR
     ) -> Revision | None:
-        """`put`, unless `source` still holds what `seen` was published from: then whatever is current stays."""
+        """`put`, unless `source` still holds what `seen` was published from: then whatever is
+        current stays.
+        """
         return await self._life.put_unless(Change(Mode.PUT, alias_key, source, actor=actor), seen)
 
     async def remove(self, alias_key: AliasKey, actor: str = OPERATOR) -> Revision:
@@ -234,7 +236,9 @@ class AdapterService(CatalogNames):
         return await self._life.revoke(alias_key, actor, caller)
 
     async def pin(self, alias_key: AliasKey) -> None:
-        """Keep an alias on the device, whatever it stands for; `pool_exhausted` where pins leave too little."""
+        """Keep an alias on the device, whatever it stands for; `pool_exhausted` where pins leave too
+        little.
+        """
         await self._life.pin(alias_key)
 
     async def unpin(self, alias_key: AliasKey) -> None:

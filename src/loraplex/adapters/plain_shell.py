@@ -24,7 +24,9 @@ def _committed() -> None:
 
 
 class PlainShell:
-    """A life of adapters for plain calls: each of its coroutines is over when it is first asked for a result."""
+    """A life of adapters for plain calls: each of its coroutines is over when it is first asked for
+    a result.
+    """
 
     def __init__(
         self,

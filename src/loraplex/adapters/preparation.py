@@ -101,7 +101,9 @@ class Preparation:
 
 
 def require_own_base(prepared: PreparedAdapter) -> None:
-    """Raise `adapter_base_mismatch` for an adapter that names another base model, or another revision of it."""
+    """Raise `adapter_base_mismatch` for an adapter that names another base model, or another
+    revision of it.
+    """
     for note in prepared.notes:
         if note.kind in (NoteKind.OTHER_BASE, NoteKind.OTHER_BASE_REVISION):
             raise CallerError(

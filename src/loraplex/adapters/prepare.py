@@ -125,7 +125,8 @@ def check_card(card: Card, artifact: Artifact, model: Path | None) -> None:
         if last_invocation(ids, artifact.invocation_tokens or ()) is None:
             raise bad_config(
                 key,
-                f"{key} of the card is {text[:80]!r}, which does not give the tokens of alora_invocation_tokens",
+                f"{key} of the card is {text[:80]!r}, which does not give the tokens of "
+                "alora_invocation_tokens",
             )
 
 

@@ -104,7 +104,8 @@ class _Preparer:
                 await self._drop()
                 raise CallerError(
                     ErrorCode.ADAPTER_TOO_COSTLY,
-                    f"{source!r} was not prepared within {self.bound_s:g} s, the limit, and its preparation was ended; "
+                    f"{source!r} was not prepared within {self.bound_s:g} s, the limit, and its preparation "
+                    "was ended; "
                     "give an adapter with fewer tensors, or try again when the machine is less busy",
                 ) from None
             except BaseException:
@@ -164,14 +165,18 @@ class PreparePool:
         artifacts_dir: str | os.PathLike[str] | None = None,
         artifacts_bytes: int = DEFAULT_STORE_BYTES,
     ) -> None:
-        """images_dir: the image store that the engine reads. artifacts_*: store of downloads and its limit."""
+        """images_dir: the image store that the engine reads. artifacts_*: store of downloads and its
+        limit.
+        """
         self._artifacts = (str(artifacts_dir or artifacts_folder()), artifacts_bytes)
         order = PrepareOrder(base, str(Path(images_dir)), *self._artifacts, memory_bound())
         self._here = _Preparer(order, MAX_PREPARE_S)
         self._elsewhere = [_Preparer(order, MAX_PREPARE_REMOTE_S) for _ in range(MAX_DOWNLOADS)]
 
     async def __call__(self, source: str, content: str | None = None) -> PreparedAdapter:
-        """`prepare_source` in a child. Raises what it raises; `adapter_load_failed` when children died of it."""
+        """`prepare_source` in a child. Raises what it raises; `adapter_load_failed` when children
+        died of it.
+        """
         if is_remote(source) and not (content is not None and has_content(self._artifacts[0], content)):
             child = min(self._elsewhere, key=lambda child: child.waiting)
         else:

@@ -31,7 +31,9 @@ _NICE: Final = 10
 
 
 class PrepareOrder(msgspec.Struct, frozen=True):
-    """For which base a child prepares, and where. memory_bytes: what the child may hold beside mapped files."""
+    """For which base a child prepares, and where. memory_bytes: what the child may hold beside
+    mapped files.
+    """
 
     base: BaseModel
     images: str
@@ -87,7 +89,8 @@ def _answer(
     except MemoryError:
         refusal = CallerError(
             ErrorCode.ADAPTER_TOO_COSTLY,
-            f"preparing {source!r} takes more than {order.memory_bytes >> 20} MiB of memory, the limit on this machine; "
+            f"preparing {source!r} takes more than {order.memory_bytes >> 20} MiB of memory, the limit on "
+            "this machine; "
             "give an adapter of lower rank or with fewer modules",
         )
         return _encode(Failed.of(refusal))

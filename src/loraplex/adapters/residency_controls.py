@@ -59,7 +59,9 @@ class ResidencyControls:
         return alias_key in self._pins
 
     async def pin(self, alias_key: AliasKey, key: str) -> None:
-        """Pin what an alias stands for; twice is once. Raises `pool_exhausted` where pins leave too little."""
+        """Pin what an alias stands for; twice is once. Raises `pool_exhausted` where pins leave too
+        little.
+        """
         if self._pins.get(alias_key) != key:
             await self._engine.call(PinAdapter(0, key, True))
             self._pins[alias_key] = key
@@ -171,7 +173,9 @@ class ResidencyControls:
             await self.pin_kept(alias_key, key)
 
     async def restore(self) -> None:
-        """Give limits and pins to an engine that has started anew; a pin that it refuses is logged and lost."""
+        """Give limits and pins to an engine that has started anew; a pin that it refuses is logged
+        and lost.
+        """
         if self._limits != SetLimits(0):
             await self._engine.call(self._limits)
         pins, self._pins = self._pins, {}

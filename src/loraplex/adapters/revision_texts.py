@@ -23,7 +23,9 @@ _KEPT_EARLIER: Final = 256
 
 
 class RevisionText:
-    """What one revision's files said. A request that is bound to it keeps it, whatever becomes of its name."""
+    """What one revision's files said. A request that is bound to it keeps it, whatever becomes of
+    its name.
+    """
 
     def __init__(self, companions: Companions, make: Callable[[Companions], TextCodec | None]) -> None:
         self._companions = companions

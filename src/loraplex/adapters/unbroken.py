@@ -29,7 +29,9 @@ class Unbroken:
         self._committing = True
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of the work. A cancellation is raised when the work has ended, whichever way that was."""
+        """The result of the work. A cancellation is raised when the work has ended, whichever way
+        that was.
+        """
         task = asyncio.create_task(work)
         cancelled: asyncio.CancelledError | None = None
         while not task.done():

@@ -53,7 +53,9 @@ class LocalEngine:
         self._closed = False
 
     def call(self, message: EngineCall) -> dict[str, Any]:
-        """Send a call (its id is chosen here) and return the reply's body, or raise the reply's typed error."""
+        """Send a call (its id is chosen here) and return the reply's body, or raise the reply's
+        typed error.
+        """
         number = next(self._numbers)
         self._mailbox.post(with_fields(message, call_id=number))
         self._until(lambda: number in self._replies)
@@ -116,7 +118,9 @@ class LocalEngine:
         return self._closed or (not self._mailbox.pending and (self._engine.idle or bool(self._open)))
 
     def close(self) -> None:
-        """Wait for the step under way; what waits in other threads is refused. Refused itself within a step."""
+        """Wait for the step under way; what waits in other threads is refused. Refused itself within
+        a step.
+        """
         with self._turn:
             if self._stepping == threading.get_ident():
                 raise CallerError(

@@ -75,7 +75,8 @@ def base_notes(record: Mapping[str, Any], facts: BaseFacts) -> tuple[Note, ...]:
         notes.append(
             Note(
                 NoteKind.OTHER_BASE_REVISION,
-                f"the adapter was trained on revision {trained} of its base, revision {facts.commit} is served here",
+                f"the adapter was trained on revision {trained} of its base, revision {facts.commit} is "
+                "served here",
             )
         )
     if notes and facts.strict:
@@ -94,7 +95,8 @@ def token_notes(artifact: Artifact, base: BaseModules, facts: BaseFacts) -> tupl
     return (
         Note(
             NoteKind.MASKED_TOKENS,
-            f"the adapter changes the output layer, whose token ids {known} to {base.vocab - 1} the tokenizer does not know: "
+            f"the adapter changes the output layer, whose token ids {known} to {base.vocab - 1} the "
+            "tokenizer does not know: "
             "they are never sampled here, although PEFT may choose them",
         ),
     )
@@ -127,7 +129,8 @@ def companion_notes(own: Companions, base: BaseModules, facts: BaseFacts) -> tup
         notes.append(
             Note(
                 NoteKind.ADDED_TOKENS,
-                f"token ids of the adapter reach {max(beyond)}, the base's vocabulary ends at {base.vocab}: they are "
+                f"token ids of the adapter reach {max(beyond)}, the base's vocabulary ends at {base.vocab}: "
+                "they are "
                 "not used",
             )
         )
@@ -138,7 +141,8 @@ def companion_notes(own: Companions, base: BaseModules, facts: BaseFacts) -> tup
         notes.append(
             Note(
                 NoteKind.MASKED_TOKENS,
-                f"token ids of the adapter reach {max(unsampled)}, the base's tokenizer knows {facts.token_ids}: they "
+                f"token ids of the adapter reach {max(unsampled)}, the base's tokenizer knows "
+                f"{facts.token_ids}: they "
                 "are read in prompts and never sampled",
             )
         )

@@ -108,7 +108,8 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
 def _short(template: str, name: str) -> str:
     if len(template) > MAX_CHAT_TEMPLATE_CHARS:
         raise malformed(
-            f"{name} holds a chat template of {len(template)} characters, at most {MAX_CHAT_TEMPLATE_CHARS} are read"
+            f"{name} holds a chat template of {len(template)} characters, at most {MAX_CHAT_TEMPLATE_CHARS} "
+            "are read"
         )
     return template
 
@@ -148,7 +149,8 @@ def _checked(pairs: Iterable[tuple[Any, Any]], count: int, name: str) -> tuple[t
     good = len(found) == count <= MAX_ADDED_TOKENS and all(index >= 0 for index, _ in found)
     if not good or len({index for index, _ in found}) != count or len({text for _, text in found}) != count:
         raise malformed(
-            f"{name} must give each added token an id and a text of its own, of at most {MAX_ADDED_TOKEN_CHARS} "
+            f"{name} must give each added token an id and a text of its own, of at most "
+            f"{MAX_ADDED_TOKEN_CHARS} "
             f"characters, and at most {MAX_ADDED_TOKENS} of them"
         )
     return tuple(sorted(found))

@@ -115,7 +115,9 @@ OFF_ONLY: Final[dict[str, str]] = {
     "use_bdlora": "block-diagonal LoRA is not served",
     "arrow_config": "Arrow routing is not served",
     "kasa_config": "KaSA changes the base weights, which is not served",
-    "modules_to_save": "whole modules saved beside the adapter are not served; merge them into a base of their own",
+    "modules_to_save": (
+        "whole modules saved beside the adapter are not served; merge them into a base of their own"
+    ),
 }
 
 
@@ -147,7 +149,8 @@ def _check_init(value: Any) -> None:
     if value.lower().startswith(INITS_THAT_CHANGE_THE_BASE):
         raise unsupported(
             "init_lora_weights",
-            f"init_lora_weights {show(value)} changes the base weights when it is loaded; save the adapter again with "
+            f"init_lora_weights {show(value)} changes the base weights when it is loaded; save the adapter "
+            "again with "
             "path_initial_model_for_weight_conversion",
         )
     raise unsupported("init_lora_weights", f"init_lora_weights {show(value)} is not known here")

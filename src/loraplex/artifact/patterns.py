@@ -43,7 +43,8 @@ class StepBudget:
         if self.left < 0:
             raise bad_config(
                 "",
-                f"the patterns of the configuration take more than {MAX_PATTERN_STEPS} steps to match; name the "
+                f"the patterns of the configuration take more than {MAX_PATTERN_STEPS} steps to match; name "
+                "the "
                 "modules instead",
             )
 

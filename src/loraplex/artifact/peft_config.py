@@ -165,7 +165,8 @@ def _pattern(record: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
     if len(value) > MAX_PATTERN_ENTRIES:
         raise bad_config(
             name,
-            f"{name} has {len(value)} entries, at most {MAX_PATTERN_ENTRIES} are read; one pattern may stand for many "
+            f"{name} has {len(value)} entries, at most {MAX_PATTERN_ENTRIES} are read; one pattern may stand "
+            "for many "
             "modules",
         )
     for key in value:

@@ -103,7 +103,9 @@ def fill(
 
 
 def _check_tying(config: PeftConfig, base: BaseModules, selected: Mapping[str, BaseModule]) -> None:
-    """`ensure_weight_tying` asks for something only of an embedding or output layer that share their weights."""
+    """`ensure_weight_tying` asks for something only of an embedding or output layer that share their
+    weights.
+    """
     ends = [name for name, module in selected.items() if module.module in (Module.EMBED, Module.LM_HEAD)]
     if config.ties_weights and base.tied and ends:
         raise unsupported(

@@ -47,7 +47,9 @@ _PICKLE_MAGICS: Final = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where one tensor lies: name, element type, shape, and the bytes [offset, offset + nbytes) of its file."""
+    """Where one tensor lies: name, element type, shape, and the bytes [offset, offset + nbytes) of
+    its file.
+    """
 
     name: str
     dtype: Dtype
@@ -85,7 +87,9 @@ class SafetensorsFile:
         os.close(self._fd)
 
     def read(self, entry: Entry) -> Bytes:
-        """The bytes of a tensor, in memory of our own. Raises `adapter_file_malformed` when the file shrank."""
+        """The bytes of a tensor, in memory of our own. Raises `adapter_file_malformed` when the file
+        shrank.
+        """
         return self._read_exactly(entry.offset, entry.nbytes)
 
     def _read_exactly(self, offset: int, size: int) -> Bytes:

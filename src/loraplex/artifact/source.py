@@ -62,7 +62,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _json_file(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises `JsonError` for what is none, or larger than a configuration may be."""
+    """The JSON object in a file; raises `JsonError` for what is none, or larger than a configuration
+    may be.
+    """
     fd = open_regular(path)
     try:
         data = os.pread(fd, MAX_ADAPTER_CONFIG_BYTES + 1, 0)
@@ -189,7 +191,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise malformed(
-                f"{index.name} sends tensor {show(tensor)} to {show(name)}, expected a .safetensors file beside it"
+                f"{index.name} sends tensor {show(tensor)} to {show(name)}, expected a .safetensors file "
+                "beside it"
             )
     return weight_map
 

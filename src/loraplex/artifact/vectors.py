@@ -26,7 +26,9 @@ ROW_BLOCK: Final = 1024
 
 
 def vector_kinds(module: AdaptedModule) -> tuple[Factor, ...]:
-    """Which vectors a module carries; c is there where the method's constant is not g times the base's bias."""
+    """Which vectors a module carries; c is there where the method's constant is not g times the
+    base's bias.
+    """
     roles = set(module.tensors)
     kinds = []
     if Role.IA3_IN in roles:

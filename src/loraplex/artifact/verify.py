@@ -191,7 +191,8 @@ def check_same(expected: AdapterManifest, found: AdapterManifest) -> None:
     if expected.semantic_sha256 != found.semantic_sha256:
         raise CallerError(
             ErrorCode.ADAPTER_SOURCE_CHANGED,
-            f"the manifest is of artifact {expected.artifact_sha256:.16}, the files are {found.artifact_sha256:.16}",
+            f"the manifest is of artifact {expected.artifact_sha256:.16}, the files are "
+            f"{found.artifact_sha256:.16}",
         )
 
 

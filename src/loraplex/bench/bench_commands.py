@@ -66,7 +66,8 @@ def http(
     for row in rows:
         print(
             f"{row.case:8} {row.tokens_a_second:9,.0f} tokens/s {row.chunks_a_second:9,.0f} chunks/s "
-            f"{row.token_us:6.1f} us/token = {1e6 / row.token_us:9,.0f} tokens/s a core {row.rss_mib:5.0f} MiB"
+            f"{row.token_us:6.1f} us/token = {1e6 / row.token_us:9,.0f} tokens/s a core {row.rss_mib:5.0f} "
+            "MiB"
         )
     if json is not None:
         write_output(json, encode_json(rows) + "\n")
@@ -283,7 +284,8 @@ def load(
         print(" | ".join(line))
     first, last = measured.latencies
     print(
-        f"p99 time between tokens: {last.p99_ms / first.p99_ms:.2f} x undisturbed; processor time of the step's "
+        f"p99 time between tokens: {last.p99_ms / first.p99_ms:.2f} x undisturbed; processor time of the "
+        "step's "
         f"thread: {last.step_cpu_p99_ms / first.step_cpu_p99_ms:.2f} x"
     )
     if json is not None:
@@ -321,8 +323,8 @@ def step(*, steps: int = 200, json: Path | None = None) -> None:
     print(head + "".join(f" {part:>8}" for part in parts))
     for row in rows:
         print(
-            f"{row.running:8} {row.waiting:8} {row.adapters:9} {row.step_ms:9.2f} {row.step_p99_ms:8.2f} {row.plan_ms:8.2f}"
-            + "".join(f" {row.parts_ms[part]:8.3f}" for part in parts)
+            f"{row.running:8} {row.waiting:8} {row.adapters:9} {row.step_ms:9.2f} {row.step_p99_ms:8.2f} "
+            f"{row.plan_ms:8.2f}" + "".join(f" {row.parts_ms[part]:8.3f}" for part in parts)
         )
     if json is not None:
         write_output(json, as_json(rows, steps) + "\n")

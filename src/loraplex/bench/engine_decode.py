@@ -315,7 +315,9 @@ class DeviceBench:
 
 
 def profile_step(bench: DeviceBench, case: EngineCase) -> dict[str, float]:
-    """Microseconds of device time by kind of kernel, per decode step of a case, its prefill spread over them."""
+    """Microseconds of device time by kind of kernel, per decode step of a case, its prefill spread
+    over them.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     keys = bench.register(case.mix)
@@ -419,8 +421,10 @@ def device_table(record: dict[str, Any]) -> list[str]:
         own = base.get(row["case"].split()[0])
         ratio = f"{row['tokens_per_s'] / own['tokens_per_s']:.2f}" if own else ""
         lines.append(
-            f"{row['case']:38} {row['tokens_per_s']:7.0f} {ratio:>7} {row['ttft_ms']:7.1f} {row['tbt_ms']:6.2f} "
-            f"{row['tbt_p99_ms']:7.2f} {row['device_ms']:7.2f} {row['roofline_ms']:8.2f} {row['of_roofline']:5.2f} "
+            f"{row['case']:38} {row['tokens_per_s']:7.0f} {ratio:>7} {row['ttft_ms']:7.1f} "
+            f"{row['tbt_ms']:6.2f} "
+            f"{row['tbt_p99_ms']:7.2f} {row['device_ms']:7.2f} {row['roofline_ms']:8.2f} "
+            f"{row['of_roofline']:5.2f} "
             f"{row['host_ms']:5.2f} {row['plan_ms']:5.2f}"
         )
     return lines

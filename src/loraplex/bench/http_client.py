@@ -111,7 +111,8 @@ class Client:
             }
         ).encode()
         head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: "
+            "close\r\n"
             f"content-length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body

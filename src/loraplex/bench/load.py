@@ -138,12 +138,14 @@ def _many(bench: Bench, options: LoadOptions, report: Callable[[str], None]) -> 
     report(f"measuring {options.burst} cold adapters at once")
     burst = measure_burst(bench, register, options.burst)
     report(
-        f"{burst.adapters} cold adapters of {burst.image_bytes / 1e6:.1f} MB at once: {1e3 * burst.seconds:.0f} ms, "
+        f"{burst.adapters} cold adapters of {burst.image_bytes / 1e6:.1f} MB at once: "
+        f"{1e3 * burst.seconds:.0f} ms, "
         f"{burst.gb_per_s:.2f} GB/s, {burst.steps} steps"
     )
     swap = measure_swap(bench, register, options.running)
     report(
-        f"swap beside {swap.running} running requests: published after {swap.ms:.1f} ms, {swap.finished} requests "
+        f"swap beside {swap.running} running requests: published after {swap.ms:.1f} ms, {swap.finished} "
+        "requests "
         "finished, none failed"
     )
     return burst, swap
@@ -276,7 +278,9 @@ def _prepare(bench: Bench, folder: Path) -> RegisterAdapter:
 
 
 def _run_turn(bench: Bench, options: LoadOptions, turn: str, keys: Sequence[str], gaps: _Gaps) -> None:
-    """Let requests run, load `keys` meanwhile, and note the times between tokens until the last is published."""
+    """Let requests run, load `keys` meanwhile, and note the times between tokens until the last is
+    published.
+    """
     ids = [f"{turn}-{index}" for index in range(options.running)]
     rng = np.random.default_rng(1)
     for request_id in ids:

@@ -37,7 +37,9 @@ class BurstRow:
 
     @property
     def gb_per_s(self) -> float:
-        """Bytes of images that were fetched, verified, copied, verified again and published, in GB a second."""
+        """Bytes of images that were fetched, verified, copied, verified again and published, in GB a
+        second.
+        """
         return self.adapters * self.image_bytes / self.seconds / 1e9
 
 
@@ -53,7 +55,9 @@ class SwapRow:
 
 
 def twin(store: ImageStore, register: RegisterAdapter) -> RegisterAdapter:
-    """Another adapter of the same shape in the disk store, with bytes of its own; small numbers of any type."""
+    """Another adapter of the same shape in the disk store, with bytes of its own; small numbers of
+    any type.
+    """
     image = store.open(register.kernel_digest)
     pages = np.random.default_rng(secrets.randbits(63)).integers(0, 256, image.pages.shape, dtype=np.uint8)
     pages &= 0x3B  # no exponent of a float is so large that logits overflow

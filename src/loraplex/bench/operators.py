@@ -114,7 +114,9 @@ class OpRow:
 
 @dataclass(frozen=True, slots=True)
 class OpOptions:
-    """What is measured. families: names, or empty for all of the device and the peers that can be imported."""
+    """What is measured. families: names, or empty for all of the device and the peers that can be
+    imported.
+    """
 
     device: str = "cpu"
     dtype: str = "bfloat16"
@@ -157,7 +159,8 @@ def line(row: OpRow) -> str:
     """One row for people."""
     error = "" if row.error is None else f"  error {row.error:.1e}"
     return (
-        f"{row.workload:9s} {row.batch:4d} rows {row.adapters:4d} adapters rank {row.ranks:11s} {row.d_in} -> {row.d_out} "
+        f"{row.workload:9s} {row.batch:4d} rows {row.adapters:4d} adapters rank {row.ranks:11s} {row.d_in} "
+        f"-> {row.d_out} "
         f"{row.family:12s} {row.us:10.1f} us  {row.ratio:7.2f} x floor{error}"
     )
 

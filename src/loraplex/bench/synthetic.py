@@ -32,7 +32,9 @@ def write_config(folder: Path, rank: int, alpha: float, modules: Sequence[Module
 def write_adapter(
     folder: Path, spec: DecoderSpec, rank: int, seed: int, modules: Sequence[Module] = LAYER_MODULES
 ) -> Path:
-    """A LoRA of `rank` on these modules of every layer, bfloat16, as PEFT would write it; returns the folder."""
+    """A LoRA of `rank` on these modules of every layer, bfloat16, as PEFT would write it; returns
+    the folder.
+    """
     write_config(folder, rank, 2 * rank, modules)
     generator = torch.Generator().manual_seed(seed)
     dims = spec.module_dims().dims

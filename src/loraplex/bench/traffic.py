@@ -65,7 +65,9 @@ CASES: Final = (
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """One request to make. adapter: its index, -1 for the base. after_s: since the one before, for arrivals."""
+    """One request to make. adapter: its index, -1 for the base. after_s: since the one before, for
+    arrivals.
+    """
 
     prompt: int
     new: int

@@ -188,7 +188,8 @@ def _left(base: BaseModel) -> int:
     if left < 2 * base.kv.page_bytes:
         raise CallerError(
             ErrorCode.CONFIG_INVALID,
-            f"the model leaves {free >> 20} MiB of {total >> 20} MiB, {RESERVE_BYTES >> 20} MiB are kept free; "
+            f"the model leaves {free >> 20} MiB of {total >> 20} MiB, {RESERVE_BYTES >> 20} MiB are kept "
+            "free; "
             "no page pool fits, take a smaller model or another device",
             param="device",
         )

@@ -139,7 +139,8 @@ def _make_region(config: EngineConfig, folder: Path, limit: int) -> list[str]:
             return ["none of them page-locked"]
         raise CallerError(
             ErrorCode.CONFIG_INVALID,
-            f"host_locked_gb is {config.host_locked_gb}, and only shared memory is locked, which has no room for "
+            f"host_locked_gb is {config.host_locked_gb}, and only shared memory is locked, which has no room "
+            "for "
             f"{limit / GIB:.3g} GiB of host images; lower host_gb, or set host_locked_gb to 0",
             param="host_locked_gb",
         )
@@ -154,7 +155,8 @@ def _make_region(config: EngineConfig, folder: Path, limit: int) -> list[str]:
     if nbytes < ALIGN_BYTES:
         raise CallerError(
             ErrorCode.CONFIG_INVALID,
-            f"{nbytes} bytes of host images are to be locked, at least {ALIGN_BYTES} can be; set host_locked_gb to 0",
+            f"{nbytes} bytes of host images are to be locked, at least {ALIGN_BYTES} can be; set "
+            "host_locked_gb to 0",
             param="host_locked_gb",
         )
     Region.create(folder, nbytes)
@@ -302,7 +304,8 @@ def engine_limits(config: EngineConfig, base: BaseModel, pool_bytes: int | None 
     if pages < 2:
         raise CallerError(
             ErrorCode.CONFIG_INVALID,
-            f"a pool of {pool_bytes / GIB:.3g} GiB holds {pages} pages of {kv.page_bytes} bytes; at least 2 are needed",
+            f"a pool of {pool_bytes / GIB:.3g} GiB holds {pages} pages of {kv.page_bytes} bytes; at least 2 "
+            "are needed",
             param="pool_gb",
         )
     longest = base.spec.max_positions
@@ -344,7 +347,9 @@ def sampled_vocab(folder: Path, base: BaseModel) -> int:
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of the model, ascending: as clients with a tokenizer see them, see `runtime.text`."""
+    """End-of-sequence ids of the model, ascending: as clients with a tokenizer see them, see
+    `runtime.text`.
+    """
     ends = configured_ends(folder)
     if not ends and (codec := load_tokenizer(folder)) is not None:
         ends = codec.eos_token_ids

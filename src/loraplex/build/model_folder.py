@@ -41,7 +41,8 @@ def _found(config: ServeConfig) -> tuple[Path, str]:
     if not os.path.isdir(path):
         raise CallerError(
             ErrorCode.MODEL_SOURCE_MISSING,
-            f"{config.model} is neither a model folder nor a GGUF file that can be read; give the path of one",
+            f"{config.model} is neither a model folder nor a GGUF file that can be read; give the path of "
+            "one",
             param="model",
         )
     return path.resolve(), base_name(path.resolve())

@@ -92,7 +92,8 @@ class ArtifactStore:
         except OSError as error:
             raise InternalFault(
                 ErrorCode.ADAPTER_LOAD_FAILED,
-                f"{source.text[:80]!r} cannot be stored: {error.strerror or error}; look at the disk behind LORAPLEX_CACHE",
+                f"{source.text[:80]!r} cannot be stored: {error.strerror or error}; look at the disk behind "
+                "LORAPLEX_CACHE",
             ) from error
         with self._held(key) as found:
             if not found:  # reclaimed between download and use: only when the store is far too small
@@ -193,7 +194,9 @@ class ArtifactStore:
         )
 
     def _publish(self, stage: Path, names: list[str]) -> str:
-        """Hash the staged files, drop everything else beside them, and move them to their key by one rename."""
+        """Hash the staged files, drop everything else beside them, and move them to their key by one
+        rename.
+        """
         for path in stage.iterdir():
             if path.name not in names:
                 path.unlink()
@@ -252,7 +255,8 @@ def _small_files(remote: RemoteFolder, source: RemoteSource) -> list[RemoteFile]
         if any(remote.look(name) for name in PICKLE_FILES):
             raise CallerError(
                 ErrorCode.ADAPTER_FILE_PICKLE,
-                f"{source.text[:80]!r} holds a pickle and no {WEIGHTS_FILE}; load it with PEFT in a place you trust "
+                f"{source.text[:80]!r} holds a pickle and no {WEIGHTS_FILE}; load it with PEFT in a place "
+                "you trust "
                 "and save it again with save_pretrained",
             )
         raise _missing(source, WEIGHTS_FILE)
@@ -260,7 +264,8 @@ def _small_files(remote: RemoteFolder, source: RemoteSource) -> list[RemoteFile]
         if file.name != WEIGHTS_FILE and file.size > MAX_ADAPTER_CONFIG_BYTES:
             raise CallerError(
                 ErrorCode.ADAPTER_TOO_LARGE,
-                f"{file.name} of {source.text[:80]!r} has {file.size} bytes, at most {MAX_ADAPTER_CONFIG_BYTES} are read",
+                f"{file.name} of {source.text[:80]!r} has {file.size} bytes, at most "
+                f"{MAX_ADAPTER_CONFIG_BYTES} are read",
             )
     return [*_companions(remote, source), config, weights]
 
@@ -279,7 +284,8 @@ def _companions(remote: RemoteFolder, source: RemoteSource) -> list[RemoteFile]:
         if file is not None and file.size > MAX_TOKENIZER_BYTES:
             raise CallerError(
                 ErrorCode.ADAPTER_TOO_LARGE,
-                f"{name} of {source.text[:80]!r} has {file.size} bytes, at most {MAX_TOKENIZER_BYTES} are read",
+                f"{name} of {source.text[:80]!r} has {file.size} bytes, at most {MAX_TOKENIZER_BYTES} are "
+                "read",
             )
         found += [] if file is None else [file]
     return found

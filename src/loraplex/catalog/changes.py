@@ -100,7 +100,8 @@ def already_registered(revision: Revision) -> CallerError:
     """`adapter_exists`."""
     return CallerError(
         ErrorCode.ADAPTER_EXISTS,
-        f"adapter {revision.alias!r} has already been loaded, as revision {revision.revision}; swap it instead",
+        f"adapter {revision.alias!r} has already been loaded, as revision {revision.revision}; swap it "
+        "instead",
         param="alias",
     )
 

@@ -137,7 +137,8 @@ def _bad_url(url: str) -> CallerError:
     scheme = url.partition("://")[0][:40]
     return CallerError(
         ErrorCode.CONFIG_INVALID,
-        f"the catalog URL begins with {scheme!r}; give sqlite:////ABSOLUTE/PATH or postgresql://USER@HOST/DATABASE",
+        f"the catalog URL begins with {scheme!r}; give sqlite:////ABSOLUTE/PATH or "
+        "postgresql://USER@HOST/DATABASE",
         param="catalog",
     )
 
@@ -150,7 +151,8 @@ def _engine(url: URL, in_memory: bool) -> Engine:
         if not os.path.isdir(folder):
             raise CallerError(
                 ErrorCode.CONFIG_INVALID,
-                f"the catalog's folder {folder} does not exist or cannot be read; make it or name another file",
+                f"the catalog's folder {folder} does not exist or cannot be read; make it or name another "
+                "file",
                 param="catalog",
             )
     arguments: dict[str, Any] = {"connect_args": {"check_same_thread": False, "timeout": _BUSY_S}}

@@ -109,7 +109,8 @@ class RemoteFolder:
             why = f" ({error})" if refused else ""
             return CallerError(
                 ErrorCode.ADAPTER_SOURCE_FORBIDDEN,
-                f"{self._source.text[:80]!r} does not let this server read {name}{why}; check its address and credentials",
+                f"{self._source.text[:80]!r} does not let this server read {name}{why}; check its address "
+                "and credentials",
                 param="source",
             )
         reason = str(error).partition("\n")[0][-200:]

@@ -38,7 +38,9 @@ class RowKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AliasState:
-    """What an alias means at a generation. current: None is a tombstone, an error a record that is damaged."""
+    """What an alias means at a generation. current: None is a tombstone, an error a record that is
+    damaged.
+    """
 
     alias_key: AliasKey
     last: int

@@ -206,7 +206,8 @@ def shown(text: str) -> str:
 def _malformed(source: str, why: str) -> CallerError:
     return CallerError(
         ErrorCode.ADAPTER_SOURCE_MISSING,
-        f"source {shown(source)} is not read, {why}; give a folder, SCHEME://HOST/PATH or hf://OWNER/NAME@COMMIT",
+        f"source {shown(source)} is not read, {why}; give a folder, SCHEME://HOST/PATH or "
+        "hf://OWNER/NAME@COMMIT",
         param="source",
     )
 
@@ -214,6 +215,7 @@ def _malformed(source: str, why: str) -> CallerError:
 def _unpinned(source: str, seen: str) -> CallerError:
     return CallerError(
         ErrorCode.ADAPTER_SOURCE_UNPINNED,
-        f"source {shown(source)} names {seen}; a branch or tag can move, so give the commit's 40 hexadecimal digits",
+        f"source {shown(source)} names {seen}; a branch or tag can move, so give the commit's 40 hexadecimal "
+        "digits",
         param="source",
     )

@@ -178,7 +178,8 @@ class CatalogStore:
             ):
                 raise CallerError(
                     ErrorCode.FORBIDDEN,
-                    "other namespaces name this adapter; the operator may revoke it, remove your own alias instead",
+                    "other namespaces name this adapter; the operator may revoke it, remove your own alias "
+                    "instead",
                     param="alias",
                 )
             where = AliasKey(tenant or "", semantic)
@@ -244,7 +245,9 @@ class CatalogStore:
             return Changes(generation, states, granted, tuple(wrong), tuple(ended), by_tenants)
 
     def revision(self, alias_key: AliasKey, number: int) -> Revision | None:
-        """Any revision that was ever published under an alias; raises `catalog_record_invalid` when damaged."""
+        """Any revision that was ever published under an alias; raises `catalog_record_invalid` when
+        damaged.
+        """
         where = (*of_alias(revisions, alias_key), revisions.c.revision == number)
         with self.database.reading() as connection:
             row = connection.execute(revision_rows().where(*where)).mappings().one_or_none()
@@ -280,7 +283,9 @@ class CatalogStore:
             return [read_revision(row) for row in rows]
 
     def contents(self) -> tuple[set[str], set[str]]:
-        """Keys in the artifact store that revisions name: (current ones, superseded ones of living aliases)."""
+        """Keys in the artifact store that revisions name: (current ones, superseded ones of living
+        aliases).
+        """
         living = aliases.c.current.is_not(None)
         joined = revisions.join(
             aliases, and_(aliases.c.namespace == revisions.c.namespace, aliases.c.alias == revisions.c.alias)

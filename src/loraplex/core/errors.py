@@ -173,7 +173,8 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.TOKENIZER_MISSING: _caller(400, "text needs a tokenizer; a folder without one serves token ids"),
     _E.INVOCATION_MISSING: _caller(
         400,
-        "an activated adapter acts from its invocation on; a prompt without it is answered by the base only if asked",
+        "an activated adapter acts from its invocation on; a prompt without it is answered by the base only "
+        "if asked",
     ),
     _E.REQUEST_TOO_LARGE: _caller(413, "a request body stays under the configured size"),
     _E.REQUEST_TIMEOUT: _caller(408, "a request body arrives whole within the time limit"),

@@ -201,7 +201,9 @@ class ObjectDemand:
 
 
 def object_demand(geometry: PageGeometry, extents: npt.NDArray[np.int32]) -> ObjectDemand:
-    """Demand of a placed adapter (0x04D), small objects included. extents: int32 [n, 9], see `AdapterImage`."""
+    """Demand of a placed adapter (0x04D), small objects included. extents: int32 [n, 9], see
+    `AdapterImage`.
+    """
     page, offset, factor = extents[:, 7], extents[:, 8], extents[:, 2]
     pages, size_class = int(page.max(initial=-1)) + 1, 0
     if pages == 1:

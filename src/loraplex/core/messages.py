@@ -60,7 +60,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Withdraw a request; unknown ids are ignored (it may have just ended). `slow` tells why for the records."""
+    """Withdraw a request; unknown ids are ignored (it may have just ended). `slow` tells why for the
+    records.
+    """
 
     request_id: str
     slow: bool = False
@@ -99,7 +101,9 @@ class RegisterAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fiel
 
 
 class RemoveAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Stop new binds of an adapter, let its requests finish, then free its pages. Replied when it is retired."""
+    """Stop new binds of an adapter, let its requests finish, then free its pages. Replied when it is
+    retired.
+    """
 
     call_id: int
     key: str
@@ -137,7 +141,9 @@ class PinAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
 
 class RevokeAdapter(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """End an adapter that was found bad after publication, and every request on it. Replied when it is gone."""
+    """End an adapter that was found bad after publication, and every request on it. Replied when it
+    is gone.
+    """
 
     call_id: int
     key: str

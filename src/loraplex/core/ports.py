@@ -82,7 +82,9 @@ class Loader(Protocol):
     """Brings adapter images from the disk store into host memory, outside of this process."""
 
     def fetch(self, kernel_digest: str) -> None:
-        """Begin to bring and verify an image; never blocks. Ends in one `Fetched`, also when the loader dies."""
+        """Begin to bring and verify an image; never blocks. Ends in one `Fetched`, also when the
+        loader dies.
+        """
         ...
 
     def drop(self, kernel_digest: str) -> None:

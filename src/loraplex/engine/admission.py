@@ -141,7 +141,9 @@ def _take(
 
 
 def _before_resources(state: EngineState, record: RequestRecord) -> Outcome | None:
-    """A deadline that has passed ends a request; a grammar that is not there yet holds it back. None: go on."""
+    """A deadline that has passed ends a request; a grammar that is not there yet holds it back.
+    None: go on.
+    """
     if record.deadline_ns and record.outputs == 0 and state.clock.now_ns() > record.deadline_ns:
         return _refuse(
             state,

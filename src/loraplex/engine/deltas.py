@@ -44,7 +44,9 @@ class PendingDeltas:
         return any(self._parts.values())
 
     def open_request(self, record: RequestRecord, slot: int, incarnation: int, kv_start: int) -> None:
-        """A request slot starts over with this record's sampling state, behind `kv_start` cached positions."""
+        """A request slot starts over with this record's sampling state, behind `kv_start` cached
+        positions.
+        """
         sampling = record.sampling
         penalised = (
             sampling.repetition_penalty != 1.0

@@ -154,7 +154,8 @@ def _well_formed(state: EngineState, message: Submit, prompt: I32) -> AdapterEnt
     if total > limits.max_model_len:
         raise CallerError(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            f"This model's maximum context length is {limits.max_model_len} tokens; you requested {total} tokens "
+            f"This model's maximum context length is {limits.max_model_len} tokens; you requested {total} "
+            "tokens "
             f"({prompt.size} in the prompt, {message.sampling.max_tokens} in the answer)",
             param="max_tokens",
         )
@@ -164,7 +165,8 @@ def _well_formed(state: EngineState, message: Submit, prompt: I32) -> AdapterEnt
             if not 0 <= token < limits.vocab_size:
                 raise CallerError(
                     ErrorCode.TOKEN_OUT_OF_RANGE,
-                    f"{name} holds token id {token}, which lies outside the vocabulary of {limits.vocab_size}",
+                    f"{name} holds token id {token}, which lies outside the vocabulary of "
+                    f"{limits.vocab_size}",
                     param=name,
                 )
     entry = None

@@ -84,7 +84,8 @@ def _check_adapters(state: EngineState) -> None:
             if owed.entry.state is not AdapterState.RETIRING or owed.entry.evicting != transaction.txn:
                 raise InternalFault(
                     ErrorCode.TRANSACTION_STATE,
-                    f"adapter {owed.entry.key[:12]} is {owed.entry.state} while a transaction owes it its pages",
+                    f"adapter {owed.entry.key[:12]} is {owed.entry.state} while a transaction owes it its "
+                    "pages",
                 )
     if slabs.reserved_blocks != reserved_blocks:
         raise InternalFault(
@@ -122,7 +123,8 @@ def _check_requests(state: EngineState) -> None:
         if entry.refcount != leases.get(id(entry), 0):
             raise InternalFault(
                 ErrorCode.LEASE_MISMATCH,
-                f"adapter {entry.key[:12]} counts {entry.refcount} leases, {leases.get(id(entry), 0)} are held",
+                f"adapter {entry.key[:12]} counts {entry.refcount} leases, {leases.get(id(entry), 0)} are "
+                "held",
             )
 
 

@@ -138,5 +138,6 @@ def validate_launch(state: EngineState, plan: BatchPlan) -> None:
         if not sound or not state.pool.owners(pages[cached], PageState.PREFIX, blocks[cached], 0):
             raise InternalFault(
                 ErrorCode.PLAN_PAGE_TABLE,
-                f"a request in slots {grown.tolist()} names a page that is neither its own nor a cached block's",
+                f"a request in slots {grown.tolist()} names a page that is neither its own nor a cached "
+                "block's",
             )

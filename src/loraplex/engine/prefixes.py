@@ -67,13 +67,15 @@ def check_invocation(message: Submit, prompt: I32, entry: AdapterEntry | None) -
     if not wanted and at != -1:
         raise CallerError(
             ErrorCode.INVALID_REQUEST,
-            f"an invocation at position {at} was given for an adapter that is always on, or for none; leave it out",
+            f"an invocation at position {at} was given for an adapter that is always on, or for none; leave "
+            "it out",
             param="invoked_at",
         )
     if wanted and (at < 0 or tuple(prompt[at : at + len(wanted)].tolist()) != wanted):
         raise CallerError(
             ErrorCode.INVALID_REQUEST,
-            f"the adapter is invoked by {len(wanted)} tokens, which the prompt does not hold at position {at}",
+            f"the adapter is invoked by {len(wanted)} tokens, which the prompt does not hold at position "
+            f"{at}",
             param="invoked_at",
         )
 
@@ -220,7 +222,9 @@ def _extend(prefix: RequestPrefix, tokens: I32) -> None:
 
 
 class _New:
-    """Blocks that a commit makes cached: of which slot, at which entry of its page table, under which number."""
+    """Blocks that a commit makes cached: of which slot, at which entry of its page table, under
+    which number.
+    """
 
     def __init__(self) -> None:
         self.slots: list[int] = []

@@ -118,7 +118,9 @@ class Purpose(IntEnum):
 
     @property
     def awaited(self) -> bool:
-        """Whether requests wait for it, or may: those that run pay for its start, so that these start sooner."""
+        """Whether requests wait for it, or may: those that run pay for its start, so that these
+        start sooner.
+        """
         return self in (Purpose.RESTORE, Purpose.ADMISSION)
 
 

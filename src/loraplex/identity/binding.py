@@ -44,7 +44,9 @@ class RequestBinding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SlotBinding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one slot of one worker publishes in one generation. A slot is an entry of the row-table directory."""
+    """What one slot of one worker publishes in one generation. A slot is an entry of the row-table
+    directory.
+    """
 
     worker_epoch: int
     device: str

@@ -80,7 +80,8 @@ def block_key(parent: bytes, execution: bytes, acts_from: int, tokens: bytes) ->
     """
     if len(parent) != KEY_BYTES or len(execution) != KEY_BYTES:
         raise invalid(
-            f"a parent of {len(parent)} bytes and an execution of {len(execution)} were given, expected {KEY_BYTES}"
+            f"a parent of {len(parent)} bytes and an execution of {len(execution)} were given, expected "
+            f"{KEY_BYTES}"
         )
     if not tokens or len(tokens) % TOKEN_BYTES:
         raise invalid(f"a block has {len(tokens)} bytes of tokens, expected whole int32 values")

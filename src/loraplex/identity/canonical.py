@@ -66,5 +66,6 @@ def _check(value: object, where: str) -> None:
     else:
         raise InternalFault(
             ErrorCode.IDENTITY_INVALID,
-            f"{where} holds a {type(value).__name__}, which has no canonical text; pass decimal text for a float",
+            f"{where} holds a {type(value).__name__}, which has no canonical text; pass decimal text for a "
+            "float",
         )

@@ -38,7 +38,9 @@ def invocation_policy(tokens: Sequence[int]) -> str:
 
 
 class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor: its role, logical axes, element type, shape and the digest of its bytes as they were read."""
+    """One tensor: its role, logical axes, element type, shape and the digest of its bytes as they
+    were read.
+    """
 
     role: str
     axes: tuple[str, ...]
@@ -129,7 +131,8 @@ class ModuleSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 expected = (FACTOR_AXES[tensor.role], shapes[tensor.role])
                 if (tensor.axes, tensor.shape) != expected:
                     raise invalid(
-                        f"factor {tensor.role} of {self.name} is {tensor.axes} {tensor.shape}, expected {expected}"
+                        f"factor {tensor.role} of {self.name} is {tensor.axes} {tensor.shape}, expected "
+                        f"{expected}"
                     )
 
     def scalars(self) -> int:
@@ -145,7 +148,9 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 class ArtifactIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which learned delta: method, effective configuration, base and module specifications, sorted by name."""
+    """Which learned delta: method, effective configuration, base and module specifications, sorted
+    by name.
+    """
 
     method: str
     peft_config: str

@@ -30,7 +30,9 @@ ALIGN_BYTES: Final = 4096
 
 
 class Region:
-    """The region of a folder, mapped. memory: uint8 [bytes]. locked: whether a device may read it in place."""
+    """The region of a folder, mapped. memory: uint8 [bytes]. locked: whether a device may read it in
+    place.
+    """
 
     def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
         self.memory = memory

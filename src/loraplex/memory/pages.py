@@ -25,7 +25,9 @@ __all__ = ["PageCounts", "PagePool", "PageState"]
 
 
 class PagePool:
-    """State, owner, owner generation and fence of each page. Pages are numbered from 1; 0 is the null page."""
+    """State, owner, owner generation and fence of each page. Pages are numbered from 1; 0 is the
+    null page.
+    """
 
     def __init__(self, num_pages: int, page_bytes: int) -> None:
         """num_pages: pages of the device buffer, the null page included; at least 2."""
@@ -72,7 +74,9 @@ class PagePool:
         )
 
     def reserve(self, count: int, txn: int) -> I32:
-        """Take `count` free pages for transaction `txn`, most recently freed first (for the compute stream)."""
+        """Take `count` free pages for transaction `txn`, most recently freed first (for the compute
+        stream).
+        """
         if not 0 <= count <= len(self._free):
             raise InternalFault(ErrorCode.PAGE_STATE, f"{count} pages asked of {len(self._free)} free ones")
         return self._take([self._free.pop() for _ in range(count)], txn)
@@ -101,7 +105,9 @@ class PagePool:
         self._owner[pages] = to_txn
 
     def cache(self, pages: I32, slots: Ints, generations: Ints, blocks: Ints) -> None:
-        """Turn KV pages of requests into pages of cached blocks. slots, generations, blocks: for each page."""
+        """Turn KV pages of requests into pages of cached blocks. slots, generations, blocks: for
+        each page.
+        """
         self._expect(pages, PageState.KV, slots, generations)
         self._state[pages] = PageState.PREFIX
         self._owner[pages] = blocks
@@ -126,7 +132,8 @@ class PagePool:
         if fence > committed_launch:
             raise InternalFault(
                 ErrorCode.PAGE_FENCE,
-                f"launch {fence} may still use a page that would be overwritten; {committed_launch} has completed",
+                f"launch {fence} may still use a page that would be overwritten; {committed_launch} has "
+                "completed",
             )
 
     def _take(self, pages: list[int], txn: int) -> I32:

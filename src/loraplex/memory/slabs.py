@@ -221,7 +221,8 @@ class Slabs:
         if fence > committed_launch:
             raise InternalFault(
                 ErrorCode.PAGE_FENCE,
-                f"launch {fence} may still use a block that would be overwritten; {committed_launch} has completed",
+                f"launch {fence} may still use a block that would be overwritten; {committed_launch} has "
+                "completed",
             )
 
     def name(self, blocks: BlockColumns, launch: int) -> None:

@@ -205,7 +205,8 @@ class Transaction:
             if again is None:
                 raise InternalFault(
                     ErrorCode.TRANSACTION_STATE,
-                    f"there is no block for {owed.entry.key[:12]}, which transaction {source.txn} took one from",
+                    f"there is no block for {owed.entry.key[:12]}, which transaction {source.txn} took one "
+                    "from",
                 )
             return again
         return Transaction(txn, source.pool, adapter_pages=owed.pages)
@@ -224,7 +225,9 @@ class Transaction:
         self.pool.require_fence(self.adapter_pages, committed_launch)
 
     def commit_block(self, slot: int, generation: int) -> Block:
-        """Hand a small adapter's block to its published slot; from here on others may have blocks beside it."""
+        """Hand a small adapter's block to its published slot; from here on others may have blocks
+        beside it.
+        """
         self._expect_open()
         block, self.block = self.block, None
         if block is None:

@@ -124,7 +124,9 @@ class SteppedCopies:
         self._open.clear()
 
     def _page(self, copy: Copy) -> int:
-        """Move and sum one page or block; bytes. A copy whose image cannot be read has ended, without sums."""
+        """Move and sum one page or block; bytes. A copy whose image cannot be read has ended,
+        without sums.
+        """
         page = copy.pages[copy.done : copy.done + 1]
         offset, width = self._table.block_span(copy.size_class, copy.block)
         ended = not page.size

@@ -39,7 +39,8 @@ def resolve_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CallerError(
             ErrorCode.CONFIG_INVALID,
-            f"device is cuda, and torch {torch.__version__} sees no CUDA device here; use cpu, or a machine with a driver "
+            f"device is cuda, and torch {torch.__version__} sees no CUDA device here; use cpu, or a machine "
+            "with a driver "
             "and torch built for it",
             param="device",
         )

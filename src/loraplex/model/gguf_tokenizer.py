@@ -47,7 +47,8 @@ def _split(name: str) -> Any:
             return _byte_level()
         case _:
             raise _unsupported(
-                f"tokenizer.ggml.pre is {name!r}, expected 'smollm' or 'gpt-2'; convert the model with its own tokenizer.json"
+                f"tokenizer.ggml.pre is {name!r}, expected 'smollm' or 'gpt-2'; convert the model with its "
+                "own tokenizer.json"
             )
 
 
@@ -67,7 +68,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens) or len(types) != len(tokens):
         raise _unsupported(
-            f"the token list has {len(tokens)} entries, {len(vocabulary)} distinct, and {len(types)} types; expected one of each"
+            f"the token list has {len(tokens)} entries, {len(vocabulary)} distinct, and {len(types)} types; "
+            "expected one of each"
         )
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = _split(str(metadata.get("tokenizer.ggml.pre")))

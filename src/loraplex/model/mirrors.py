@@ -110,7 +110,8 @@ class RequestMirrors:
                 at = int(wrong[0])
                 raise InternalFault(
                     code,
-                    f"request slot {int(slots[at])} has {name} {int(current[at])}, plan says {int(planned[at])}",
+                    f"request slot {int(slots[at])} has {name} {int(current[at])}, plan says "
+                    f"{int(planned[at])}",
                 )
 
     def _check_pages(self, plan: BatchPlan, tables: I32) -> None:

@@ -109,7 +109,8 @@ class Residents:
             if self._held.get(slot) != generation:
                 raise InternalFault(
                     ErrorCode.COPY_CHECKSUM,
-                    f"adapter slot {slot} did not arrive intact at generation {generation} and is not published",
+                    f"adapter slot {slot} did not arrive intact at generation {generation} and is not "
+                    "published",
                 )
         for slot, generation in fresh:
             self._table.publish(slot, generation)

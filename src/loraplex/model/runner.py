@@ -61,7 +61,8 @@ def allocate_pool(
     except (OSError, OverflowError, RuntimeError) as error:
         raise CallerError(
             ErrorCode.CONFIG_INVALID,
-            f"a pool of {nbytes / (1 << 30):.3g} GiB cannot be allocated on {device.type}: {error}; lower pool_gb",
+            f"a pool of {nbytes / (1 << 30):.3g} GiB cannot be allocated on {device.type}: {error}; lower "
+            "pool_gb",
             param="pool_gb",
         ) from error
     return pool.fill_(0xFF) if poison else pool

@@ -133,7 +133,8 @@ class Sampler:
         if bias_ends[-1] != len(open_bias) or history_ends[-1] != open_history.size:
             raise InternalFault(
                 ErrorCode.PLAN_MALFORMED,
-                f"opens name {int(bias_ends[-1])} biases and {int(history_ends[-1])} tokens of history, the plan has "
+                f"opens name {int(bias_ends[-1])} biases and {int(history_ends[-1])} tokens of history, the "
+                "plan has "
                 f"{len(open_bias)} and {open_history.size}",
             )
         values = self._values

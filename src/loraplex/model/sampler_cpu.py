@@ -87,7 +87,9 @@ class CompiledSampling:
         )
 
     def best(self, logits: torch.Tensor, vocab: int, count: int) -> torch.Tensor:
-        """The `count` best of the first `vocab` columns of each row, int64 [n, count], ties to the lowest id."""
+        """The `count` best of the first `vocab` columns of each row, int64 [n, count], ties to the
+        lowest id.
+        """
         ids = torch.empty((logits.shape[0], count), dtype=torch.int64)
         self._handle.sample_best(
             logits.data_ptr(), logits.stride(0), logits.shape[0], vocab, count, ids.data_ptr()

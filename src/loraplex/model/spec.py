@@ -131,7 +131,9 @@ _LAYER_NAMES: Final[dict[Module, str]] = {
 
 
 def module_name(layer: int, module: Module) -> str:
-    """Name of a module in checkpoints and adapters, without `.weight`; `layer` counts only inside the layers."""
+    """Name of a module in checkpoints and adapters, without `.weight`; `layer` counts only inside
+    the layers.
+    """
     if module in LAYER_MODULES:
         return f"model.layers.{layer}.{_LAYER_NAMES[module]}"
     return "lm_head" if module is Module.LM_HEAD else "model.embed_tokens"

@@ -301,7 +301,9 @@ def _check_frequencies(name: str, tensor: torch.Tensor, spec: DecoderSpec) -> No
 
 
 def _check_tied(tensor: torch.Tensor, embed: Target, loaded: bool, folder: Path) -> None:
-    """A tied checkpoint may repeat the embedding as its head; a different head would be ignored in silence."""
+    """A tied checkpoint may repeat the embedding as its head; a different head would be ignored in
+    silence.
+    """
     if tuple(tensor.shape) != embed.shape:
         raise _invalid(f"lm_head.weight has shape {tuple(tensor.shape)}, expected {embed.shape}")
     other = embed.view

@@ -98,7 +98,8 @@ class CpuKernelOps(TorchOps):
         if library is None or table.pool.device.type != "cpu" or table.dtype not in _FUNCTIONS:
             raise InternalFault(
                 ErrorCode.OPERATOR_PLAN_UNSUPPORTED,
-                f"the CPU kernel cannot serve {table.dtype} factors on {table.pool.device} ({compiled.status()})",
+                f"the CPU kernel cannot serve {table.dtype} factors on {table.pool.device} "
+                f"({compiled.status()})",
             )
         self._function = getattr(library.handle, _FUNCTIONS[table.dtype])
         self._steps: dict[RowSet, _Step] = {}

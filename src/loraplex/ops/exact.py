@@ -28,7 +28,9 @@ Matrix = list[Vector]
 
 @dataclass(frozen=True, slots=True)
 class ExactModule:
-    """One adapted module. a: [rank][d_in]; b: [d_out][rank], the logical orientation; h [d_in]; g, c [d_out]."""
+    """One adapted module. a: [rank][d_in]; b: [d_out][rank], the logical orientation; h [d_in]; g, c
+    [d_out].
+    """
 
     a: Matrix
     b: Matrix
@@ -43,7 +45,9 @@ class ExactModule:
         return len(self.a)
 
     def padded(self, physical_rank: int) -> ExactModule:
-        """The same operator at a physical rank, both tails zero (0x06A); raises `operator_rank_unsupported`."""
+        """The same operator at a physical rank, both tails zero (0x06A); raises
+        `operator_rank_unsupported`.
+        """
         extra = physical_rank - self.rank
         if extra < 0:
             raise InternalFault(

@@ -184,7 +184,8 @@ def _check_extents(factors: Factors) -> None:
         raise _refuse(
             factors,
             owner[at : at + 1] // len(SIDES),
-            f"extent at byte {int(offset[at])} with ranks {int(rank_lo[at])}+{int(rank_n[at])}: expected rank "
+            f"extent at byte {int(offset[at])} with ranks {int(rank_lo[at])}+{int(rank_n[at])}: expected "
+            "rank "
             f"{int(expected[at])}, 16-byte start",
         )
     covered = np.bincount(owner, weights=rank_n, minlength=counts.size).astype(np.int64)

@@ -182,7 +182,8 @@ class FactorTable:
                 return first
         raise InternalFault(
             ErrorCode.OPERATOR_LAYOUT,
-            f"slot {slot} needs {rows} addresses of split factor rows, there is no such room among {self.row_list.numel()}",
+            f"slot {slot} needs {rows} addresses of split factor rows, there is no such room among "
+            f"{self.row_list.numel()}",
         )
 
     def _check_slot(self, slot: int) -> None:

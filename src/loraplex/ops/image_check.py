@@ -188,7 +188,8 @@ def _incomplete(modules: I32, present: npt.NDArray[np.uint8]) -> InternalFault:
     if (vectors != modules[:, 4]).any():
         row = int(np.flatnonzero(vectors != modules[:, 4])[0])
         return _refuse(
-            f"layer {int(modules[row, 0])} {Module(modules[row, 1]).name} declares the vectors {_names(modules[row, 4])} "
+            f"layer {int(modules[row, 0])} {Module(modules[row, 1]).name} declares the vectors "
+            f"{_names(modules[row, 4])} "
             f"and has {_names(vectors[row])}"
         )
     return _refuse("a module has neither factors nor vectors")

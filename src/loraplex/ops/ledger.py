@@ -68,7 +68,9 @@ def branch_bytes(ranks_by_slot: dict[int, int], rows: int, d_in: int, d_out: int
 
 
 def factor_bytes(ranks_by_slot: dict[int, int], d_in: int, d_out: int, itemsize: int) -> int:
-    """Bytes of factors that must be read once for one projection: each distinct adapter once, at true rank."""
+    """Bytes of factors that must be read once for one projection: each distinct adapter once, at
+    true rank.
+    """
     return sum(ranks_by_slot.values()) * (d_in + d_out) * itemsize
 
 

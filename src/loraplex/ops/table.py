@@ -210,7 +210,8 @@ class AdapterTable:
         if self.published[slot]:
             raise InternalFault(
                 ErrorCode.STALE_SLOT_GENERATION,
-                f"adapter slot {slot} is published with generation {int(self.published[slot])}; retire it first",
+                f"adapter slot {slot} is published with generation {int(self.published[slot])}; retire it "
+                "first",
             )
         pages = self._check_pages(page_ids)
         offset, width = self.block_span(size_class, block)
@@ -280,7 +281,8 @@ class AdapterTable:
         if self._adapters[slot] is None or published not in (0, generation):
             raise InternalFault(
                 ErrorCode.STALE_SLOT_GENERATION,
-                f"adapter slot {slot} holds generation {published}, not {generation}, and cannot be retired as that",
+                f"adapter slot {slot} holds generation {published}, not {generation}, and cannot be retired "
+                "as that",
             )
         self._leave(slot)
         if self._mirror is not None:
@@ -289,7 +291,9 @@ class AdapterTable:
         self.revision += 1
 
     def generation(self, slot: int) -> int:
-        """Published generation of a slot; 0 for the base. Raises `stale_slot_generation` before publication."""
+        """Published generation of a slot; 0 for the base. Raises `stale_slot_generation` before
+        publication.
+        """
         if slot == BASE_SLOT:
             return 0
         self.adapter(slot)
@@ -394,7 +398,8 @@ class AdapterTable:
                 if other != slot and start < high and low < end:
                     raise InternalFault(
                         ErrorCode.PLAN_PAGE_TABLE,
-                        f"bytes {start} to {end} of page {page} are given to adapter slot {slot}, slot {other} holds "
+                        f"bytes {start} to {end} of page {page} are given to adapter slot {slot}, slot "
+                        f"{other} holds "
                         f"{low} to {high}",
                     )
 

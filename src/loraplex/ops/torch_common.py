@@ -25,7 +25,8 @@ def _check_matrix(name: str, t: torch.Tensor, rows: int, columns: int, dtype: to
     if t.shape != (rows, columns) or t.dtype is not dtype or (t.shape[1] > 1 and t.stride(1) != 1):
         raise InternalFault(
             ErrorCode.OPERATOR_LAYOUT,
-            f"{name} must be {dtype} [{rows}, {columns}] with unit column stride, got {t.dtype} {tuple(t.shape)} with "
+            f"{name} must be {dtype} [{rows}, {columns}] with unit column stride, got {t.dtype} "
+            f"{tuple(t.shape)} with "
             f"strides {t.stride()}",
         )
 

@@ -247,7 +247,8 @@ class LoraStep:
         if packed.dtype is not torch.int32 or packed.numel() > self.head.numel():
             raise InternalFault(
                 ErrorCode.OPERATOR_PLAN_UNSUPPORTED,
-                f"a work list of {packed.numel()} int32 words at most {self.head.numel()} expected, got {packed.dtype}",
+                f"a work list of {packed.numel()} int32 words at most {self.head.numel()} expected, got "
+                f"{packed.dtype}",
             )
         self.head[: packed.numel()].copy_(packed, non_blocking=True)
 

@@ -155,7 +155,8 @@ def build(
     ):
         raise _refuse(
             ErrorCode.OPERATOR_PLAN_UNSUPPORTED,
-            f"{owner.size} blocks, {records} records and {z_rows} rows of Z, there is room for {room.blocks}, "
+            f"{owner.size} blocks, {records} records and {z_rows} rows of Z, there is room for "
+            f"{room.blocks}, "
             f"{list(room.records)} and {room.z_rows}",
         )
     head = np.zeros(HEAD_WORDS, dtype=np.int32)

@@ -87,7 +87,9 @@ def describe_exit(code: int) -> str:
 
 
 class Child:
-    """A child whose parent waits in an event loop. name: what people call it, as the subject of a sentence."""
+    """A child whose parent waits in an event loop. name: what people call it, as the subject of a
+    sentence.
+    """
 
     def __init__(self, process: Process, name: str) -> None:
         self._process = process
@@ -254,7 +256,9 @@ class BlockingChild:
             raise PipeClosed from error
 
     def poll(self, wait_s: float) -> list[bytes]:
-        """The payloads that have arrived, waiting for the first; raises `PipeClosed` when there will be none."""
+        """The payloads that have arrived, waiting for the first; raises `PipeClosed` when there will
+        be none.
+        """
         descriptor = self._from.fileno()
         if not select.select([descriptor], [], [], wait_s)[0]:
             return []

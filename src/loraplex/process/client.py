@@ -121,7 +121,9 @@ class RequestGroup:
 
 
 class EngineClient:
-    """Connection to the engine of the moment; a restarted engine is another endpoint and another connection."""
+    """Connection to the engine of the moment; a restarted engine is another endpoint and another
+    connection.
+    """
 
     def __init__(self, buffer_tokens: int = limits.MAX_BUFFERED_TOKENS) -> None:
         """buffer_tokens: tokens of one request that may wait for its reader."""
@@ -198,7 +200,9 @@ class EngineClient:
         return group
 
     async def call(self, message: EngineCall) -> dict[str, Any]:
-        """Send a call (its id is chosen here) and return the reply's body, or raise the reply's typed error."""
+        """Send a call (its id is chosen here) and return the reply's body, or raise the reply's
+        typed error.
+        """
         self._require_connection()
         self._next_call += 1
         number = self._next_call

@@ -208,7 +208,9 @@ class EngineSupervisor:
         return f"ipc://{folder / 'events.sock'}"
 
     async def _launch(self) -> Child:
-        """Start one process and connect to it; raises the typed error of one that fails before it is ready."""
+        """Start one process and connect to it; raises the typed error of one that fails before it is
+        ready.
+        """
         if self._folder is None:
             raise InternalFault(ErrorCode.INTERNAL, "the supervisor was not started")
         self._incarnation += 1
@@ -258,7 +260,8 @@ class EngineSupervisor:
         except TimeoutError:
             raise InternalFault(
                 ErrorCode.BACKEND_FAILED,
-                f"the engine's process was not ready within {bound_s:.0f} s, the limit of a restart; it is ended",
+                f"the engine's process was not ready within {bound_s:.0f} s, the limit of a restart; it is "
+                "ended",
             ) from None
         started = time.monotonic()
         await self._restore(child)

@@ -74,7 +74,9 @@ def unpack_sequence(data: bytes) -> int:
 
 @dataclass(slots=True)
 class _Peer:
-    """One client process. sent: frames so far, lost ones included. lost: frames since the last that arrived."""
+    """One client process. sent: frames so far, lost ones included. lost: frames since the last that
+    arrived.
+    """
 
     identity: bytes
     sent: int = 0

@@ -67,7 +67,9 @@ def _read(parent: Parent, plans: queue.SimpleQueue[bytes]) -> None:
 
 
 def run(parent: Parent, start: WorkerStart) -> int:
-    """Build, then run plans until the parent closes its pipe; the exit status when there is nothing to run."""
+    """Build, then run plans until the parent closes its pipe; the exit status when there is nothing
+    to run.
+    """
     plans: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(parent, plans), daemon=True, name="plans").start()
     backend = _build(start)

@@ -79,7 +79,9 @@ class Work:
 
 
 def first_appearance_order(keys: I32) -> npt.NDArray[np.int64]:
-    """Stable permutation that groups equal keys, groups in order of first appearance. keys [n] >= 0 -> [n]."""
+    """Stable permutation that groups equal keys, groups in order of first appearance. keys [n] >= 0
+    -> [n].
+    """
     if keys.size == 0:
         return np.empty(0, dtype=np.int64)
     first = np.empty(int(keys.max()) + 1, dtype=np.int64)

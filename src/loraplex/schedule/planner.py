@@ -56,7 +56,9 @@ def plan_selection(
 
 
 def _row_tokens(table: RunningTable, selection: Selection) -> tuple[I32, I32, bool]:
-    """Tokens and prompt-logprob targets of all rows in scheduler order, and whether any token is a reference."""
+    """Tokens and prompt-logprob targets of all rows in scheduler order, and whether any token is a
+    reference.
+    """
     slots, rows = selection.slots, selection.rows
     total = int(rows.sum())
     starts = np.cumsum(rows) - rows

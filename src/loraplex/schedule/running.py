@@ -198,7 +198,9 @@ class RunningTable:
         return np.asarray(self.planned[slots] >= self.target[slots])
 
     def acting(self, slots: Slots | I32) -> tuple[I32, I32]:
-        """Adapter slot and generation under which each slot's next rows run: the base's before an invocation."""
+        """Adapter slot and generation under which each slot's next rows run: the base's before an
+        invocation.
+        """
         acts = self.planned[slots] >= self.invoked[slots]
         return self.adapter_slot[slots] * acts, self.adapter_generation[slots] * acts
 

@@ -55,7 +55,10 @@ def examples(url: str, base_name: str, aliases: Sequence[str], chat: bool) -> li
     names = ", ".join([base_name, *aliases][:12]) + (", ..." if len(aliases) > 11 else "")
     return [
         f"models: {names}",
-        f"curl {url}/v1/{path} -H 'content-type: application/json' \\\n  -d '{{\"model\": \"{model}\", {field}}}'",
+        (
+            f'curl {url}/v1/{path} -H \'content-type: application/json\' \\\n  -d \'{{"model": "{model}", '
+            f"{field}}}'"
+        ),
         f'from openai import OpenAI\nclient = OpenAI(base_url="{url}/v1", api_key="none")\nprint(client.{call})',
         f"loraplex adapters list --url {url}",
     ]

@@ -94,7 +94,9 @@ NOT_SERVED: Final = {
 
 
 def routes_of(raw_path: str) -> dict[str, tuple[Route, str]]:
-    """By method: the route that serves a path, and the rest of the path. HEAD is a GET whose body stays away."""
+    """By method: the route that serves a path, and the rest of the path. HEAD is a GET whose body
+    stays away.
+    """
     found: dict[str, tuple[Route, str]] = {}
     for route in ROUTES:
         rest = route.rest_of(raw_path)

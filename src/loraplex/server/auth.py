@@ -51,7 +51,9 @@ class Caller:
 
     @property
     def operator(self) -> bool:
-        """Whether this is who runs the server: the admin of the tenant `default`, whose adapters all may use."""
+        """Whether this is who runs the server: the admin of the tenant `default`, whose adapters all
+        may use.
+        """
         return self.role is Role.ADMIN and self.tenant == DEFAULT_TENANT
 
     @property
@@ -155,7 +157,9 @@ class KeyFile:
 
 
 def read_keys(path: str | None) -> KeyRing:
-    """The ring in a key file; the empty one without a file. Raises `config_invalid` with the entry at fault."""
+    """The ring in a key file; the empty one without a file. Raises `config_invalid` with the entry
+    at fault.
+    """
     if path is None:
         return KeyRing({})
     try:
@@ -175,7 +179,8 @@ def read_keys(path: str | None) -> KeyRing:
             or not TENANT.fullmatch(entry.tenant)
         ):
             raise _invalid(
-                f"key {number} of {path} needs a tenant of letters, digits or . _ : - and a sha256 of 64 lower-case hexadecimal digits, given once"
+                f"key {number} of {path} needs a tenant of letters, digits or . _ : - and a sha256 of 64 "
+                "lower-case hexadecimal digits, given once"
             )
         callers[entry.sha256] = Caller(entry.tenant, entry.role)
     if not callers:

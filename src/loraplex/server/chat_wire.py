@@ -48,7 +48,9 @@ class EarlierCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn of a conversation. name: for the template. tool_calls: an assistant's. tool_call_id: a tool's."""
+    """One turn of a conversation. name: for the template. tool_calls: an assistant's. tool_call_id:
+    a tool's.
+    """
 
     role: Role
     content: str | list[TextPart] | None = None

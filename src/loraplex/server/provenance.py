@@ -51,7 +51,9 @@ OffLoop = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a request was bound to when its name was resolved. kernel: None until the engine has the adapter."""
+    """What a request was bound to when its name was resolved. kernel: None until the engine has the
+    adapter.
+    """
 
     model: str
     base: str
@@ -243,7 +245,8 @@ class Provenance:
         if not records:
             raise CallerError(
                 ErrorCode.REQUEST_NOT_FOUND,
-                f"there is no record of request {request_id[:80]!r}: it is unknown, under way, or forgotten by now",
+                f"there is no record of request {request_id[:80]!r}: it is unknown, under way, or forgotten "
+                "by now",
                 param="request_id",
             )
         return records

@@ -87,7 +87,8 @@ def require_fitting(codec: TextCodec, texts: Sequence[str], longest: int, param:
     if any(codec.surely_exceeds(text, longest) for text in texts):
         raise CallerError(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            f"This model's maximum context length is {longest} tokens; the text has {sum(map(len, texts))} characters, more "
+            f"This model's maximum context length is {longest} tokens; the text has {sum(map(len, texts))} "
+            "characters, more "
             "than they can hold, so shorten it",
             param=param,
         )

@@ -81,7 +81,9 @@ class Signals:
             self._at_once()
 
     async def unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Run `work`, or drop it when a stop is wished first. Whether it was finished; raises what it raises."""
+        """Run `work`, or drop it when a stop is wished first. Whether it was finished; raises what
+        it raises.
+        """
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self.stop.wait())
         try:
@@ -187,7 +189,9 @@ async def _restore(adapters: AdapterService) -> None:
 async def _drain(
     service: Service, listener: Listener, announcer: Announcer, end_preparations: Callable[[], None]
 ) -> None:
-    """Refuse new requests, let open ones finish within the bound, end the rest, and let their answers leave."""
+    """Refuse new requests, let open ones finish within the bound, end the rest, and let their
+    answers leave.
+    """
     service.drain()
     client, bound_s = service.client, service.config.drain_s
     if client.open_requests:

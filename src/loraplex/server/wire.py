@@ -133,7 +133,9 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/chat/completions. parallel_tool_calls: false allows one call; without tools it says nothing."""
+    """POST /v1/chat/completions. parallel_tool_calls: false allows one call; without tools it says
+    nothing.
+    """
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None

@@ -290,7 +290,8 @@ class Checkers:
         if state.pool.free + resident + slabs + len(state.prefix) != state.pool.usable:
             raise Wrong(
                 "conservation",
-                f"{state.pool.free} free, {resident} adapter, {slabs} slab and {len(state.prefix)} cached pages of "
+                f"{state.pool.free} free, {resident} adapter, {slabs} slab and {len(state.prefix)} cached "
+                "pages of "
                 f"{state.pool.usable}",
             )
         for entry in state.adapters.values():

@@ -135,7 +135,9 @@ class VirtualDevice:
         copy_stream: bool = False,
         verify: bool = True,
     ) -> None:
-        """copy_stream: copies run beside compute. verify: check each plan against itself, as a runner does."""
+        """copy_stream: copies run beside compute. verify: check each plan against itself, as a
+        runner does.
+        """
         self.bounds, self.page_tokens = bounds, page_tokens
         self.faults = faults or Faults()
         self.clock = clock or VirtualClock()

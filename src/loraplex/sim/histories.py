@@ -26,7 +26,9 @@ _TOKEN, _ACTS = 0x9E37_79B9_7F4A_7C15, 0x1_0000_01B3
 
 
 class Histories:
-    """Lineage of each cell of the pool, and which cells a commit made. table: page tables, by slot and index."""
+    """Lineage of each cell of the pool, and which cells a commit made. table: page tables, by slot
+    and index.
+    """
 
     def __init__(
         self, setup: Setup, clients: Clients, state: EngineState, table: dict[int, dict[int, int]]

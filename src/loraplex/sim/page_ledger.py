@@ -14,7 +14,9 @@ from loraplex.engine.state import EngineState
 
 
 def page_ledger(state: EngineState) -> I32:
-    """Every page named by any owner, with repeats; all pages but the null page, once each, when all is well."""
+    """Every page named by any owner, with repeats; all pages but the null page, once each, when all
+    is well.
+    """
     table = state.table
     parts: list[I32] = [np.fromiter(state.pool.free_pages(), dtype=np.int32)]
     parts += [table.own_pages(slot) for slot in state.by_slot]

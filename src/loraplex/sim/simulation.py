@@ -191,7 +191,9 @@ class Simulation:
         )
 
     def _bound(self) -> int:
-        """Steps that what is open may take: each request alone, twice, and each adapter's load a few times."""
+        """Steps that what is open may take: each request alone, twice, and each adapter's load a few
+        times.
+        """
         work = sum(ask.prompt.size + ask.max_tokens for ask in self.clients.live.values())
         return 2_000 + 4 * work + 200 * self.setup.aliases
 

@@ -185,7 +185,9 @@ def _counted_result(value: Any) -> Any:
 
 
 def _weight(value: Any) -> int:
-    """About how many characters the text of a value has; what is shared within it counts wherever it stands."""
+    """About how many characters the text of a value has; what is shared within it counts wherever it
+    stands.
+    """
     total, stack = 0, [value]
     while stack and total <= MAX_TEMPLATE_CHARS_MADE:
         item = stack.pop()

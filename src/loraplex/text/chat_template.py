@@ -97,7 +97,9 @@ class ChatTemplate:
         stranger: bool = False,
         tool_format: str | None = None,
     ) -> None:
-        """Raises `config_invalid` when the source is not a template, `adapter_unsupported` for an adapter's."""
+        """Raises `config_invalid` when the source is not a template, `adapter_unsupported` for an
+        adapter's.
+        """
         self.source = source
         self._named_format = tool_format
         self._whose = "the adapter's" if stranger else "the model's"

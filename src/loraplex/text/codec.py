@@ -114,7 +114,8 @@ class TextCodec:
         if not ids.issuperset(named):
             raise CallerError(
                 ErrorCode.ADAPTER_UNSUPPORTED,
-                "an end token of the adapter is not among the tokens of base and adapter; serve the adapter with the "
+                "an end token of the adapter is not among the tokens of base and adapter; serve the adapter "
+                "with the "
                 "base's text",
                 param="text",
             )
@@ -137,7 +138,8 @@ class TextCodec:
             if tokenizer.token_to_id(text) != index:
                 raise CallerError(
                     ErrorCode.ADAPTER_UNSUPPORTED,
-                    f"token {text!r:.80} of the adapter has the id {index}, which it cannot have beside the base's "
+                    f"token {text!r:.80} of the adapter has the id {index}, which it cannot have beside the "
+                    "base's "
                     f"{self.vocab_size} tokens; serve the adapter with the base's text",
                     param="text",
                 )

@@ -16,7 +16,9 @@ from loraplex.text.codec import TextCodec
 
 
 def prompt_seed(params: SamplingParams) -> int:
-    """The seed of one prompt: the caller's own, else one that is drawn here. -1 is none, as clients mean it."""
+    """The seed of one prompt: the caller's own, else one that is drawn here. -1 is none, as clients
+    mean it.
+    """
     return secrets.randbits(64) if params.seed in (None, -1) else params.seed
 
 
@@ -47,7 +49,8 @@ def check_sampling(params: SamplingParams, codec: TextCodec | None) -> None:
             if token >= codec.vocab_size:
                 raise CallerError(
                     ErrorCode.TOKEN_OUT_OF_RANGE,
-                    f"{name} holds token id {token}, and ids from {codec.vocab_size} on, which the tokenizer does not "
+                    f"{name} holds token id {token}, and ids from {codec.vocab_size} on, which the tokenizer "
+                    "does not "
                     "know, are never sampled; leave it out",
                     param=name,
                 )

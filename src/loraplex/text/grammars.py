@@ -193,7 +193,9 @@ def with_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str
 
 
 def plain(schema: Any) -> Any:
-    """A checked schema in words that the library has: other formats are annotations, and `uuid4` is `uuid`."""
+    """A checked schema in words that the library has: other formats are annotations, and `uuid4` is
+    `uuid`.
+    """
     if not isinstance(schema, dict):
         return schema
     kept = {word: value for word, value in schema.items() if word not in _OF_OTHERS}

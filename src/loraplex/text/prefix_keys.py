@@ -115,7 +115,8 @@ def invocation_missing(name: str, invocation: Sequence[int], text: str | None, p
     ids = ", ".join(map(str, invocation[:8])) + (", ..." if len(invocation) > 8 else "")
     return CallerError(
         ErrorCode.INVOCATION_MISSING,
-        f"{param} does not hold the invocation of {name},{said} token ids [{ids}], in one piece; add it, or set "
+        f"{param} does not hold the invocation of {name},{said} token ids [{ids}], in one piece; add it, or "
+        "set "
         f'alora_fallback to "{ALORA_FALLBACK}" to have the base answer',
         param=param,
     )

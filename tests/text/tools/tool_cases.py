@@ -82,14 +82,16 @@ ANSWERS: dict[str, list[tuple[str, str, list[Call]]]] = {
 """By form: answers, what of them is said, and what is called."""
 
 HERMES_TEMPLATE = (
-    "{% if tools %}<|im_start|>system\nTools: {% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% if tools %}<|im_start|>system\nTools: {% for t in tools %}{{ t | tojson }}\n{% endfor "
+    "%}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>\n"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA_TEMPLATE = (
-    "{% for t in tools or [] %}{{ t | tojson(indent=4) }}{% endfor %}{% for m in messages %}<h>{{ m.role }}</h>"
+    "{% for t in tools or [] %}{{ t | tojson(indent=4) }}{% endfor %}{% for m in messages %}<h>{{ m.role "
+    "}}</h>"
     '{% for c in m.tool_calls or [] %}{"name": "{{ c.function.name }}", "parameters": '
     "{{ c.function.arguments | tojson }}}{% else %}{{ m.content }}{% endfor %}<e>{% endfor %}"
     "{% if add_generation_prompt %}<h>assistant</h>{% endif %}"
@@ -103,8 +105,10 @@ MISTRAL_TEMPLATE = (
     "{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
 )
 XML_TEMPLATE = (
-    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call><function={{ c.function.name }}></function></tool_call>{% endfor %}"
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content "
+    "}}"
+    "{% for c in m.tool_calls or [] %}<tool_call><function={{ c.function.name }}></function></tool_call>{% "
+    "endfor %}"
     "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "

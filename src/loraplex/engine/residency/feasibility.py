@@ -25,7 +25,8 @@ def impossible(state: EngineState, entry: AdapterEntry | None, kv_pages: int) ->
         if entry.page_count > state.caps.adapter_pages:
             return CapacityError(
                 ErrorCode.POOL_EXHAUSTED,
-                f"the adapter needs {entry.page_count} pages, the limit leaves adapters {state.caps.adapter_pages}; raise it",
+                f"the adapter needs {entry.page_count} pages, the limit leaves adapters "
+                f"{state.caps.adapter_pages}; raise it",
             )
         refusal = None if entry.resident else _beside_pins(state, entry)
         if refusal is not None:
@@ -84,7 +85,8 @@ def require_pinnable(state: EngineState, entry: AdapterEntry) -> None:
     if pages > state.caps.adapter_pages:
         raise CapacityError(
             ErrorCode.POOL_EXHAUSTED,
-            f"pins would hold {pages} pages of the {state.caps.adapter_pages} that adapters may take; unpin one first",
+            f"pins would hold {pages} pages of the {state.caps.adapter_pages} that adapters may take; unpin "
+            "one first",
         )
     for record in state.records.values():
         total = state.limits.kv.pages_for(record.prompt_tokens + record.sampling.max_tokens)
@@ -99,7 +101,8 @@ def require_pinnable(state: EngineState, entry: AdapterEntry) -> None:
     if len(state.pinned) - (entry.key in state.pinned) >= state.caps.resident_adapters:
         raise CapacityError(
             ErrorCode.ADAPTER_SLOTS_EXHAUSTED,
-            f"{len(state.pinned)} adapters are pinned, {state.caps.resident_adapters} may be resident; unpin one first",
+            f"{len(state.pinned)} adapters are pinned, {state.caps.resident_adapters} may be resident; unpin "
+            "one first",
         )
 
 
@@ -138,5 +141,7 @@ def pinned_with(state: EngineState, entry: AdapterEntry) -> int:
 
 
 def least_pages(state: EngineState, entry: AdapterEntry) -> int:
-    """Pages that an adapter needs beside the pinned ones: none where one of their slabs has a block for it."""
+    """Pages that an adapter needs beside the pinned ones: none where one of their slabs has a block
+    for it.
+    """
     return pinned_with(state, entry) - pinned_pages(state, entry)

@@ -147,7 +147,9 @@ def drop(state: EngineState, kernel_digest: str) -> None:
 
 
 def drop_unnamed(state: EngineState, kernel_digest: str) -> None:
-    """Give up the image of an adapter that has left, unless another entry has it or it is still on its way."""
+    """Give up the image of an adapter that has left, unless another entry has it or it is still on
+    its way.
+    """
     if state.sharers.get(kernel_digest):
         return
     state.sharers.pop(kernel_digest, None)

@@ -87,7 +87,8 @@ def _require_sound(message: RegisterAdapter, page_bytes: int, vocab_size: int) -
     if message.pages < 1 or message.host_bytes < 0 or any(r < 1 or n < 1 for r, n in message.ranks):
         raise InternalFault(
             ErrorCode.OPERATOR_LAYOUT,
-            f"an image of {message.pages} pages, {message.host_bytes} bytes and ranks {message.ranks} cannot be",
+            f"an image of {message.pages} pages, {message.host_bytes} bytes and ranks {message.ranks} cannot "
+            "be",
         )
     if not all(0 <= token < vocab_size for token in message.invocation):
         raise CallerError(
@@ -99,7 +100,8 @@ def _require_sound(message: RegisterAdapter, page_bytes: int, vocab_size: int) -
     if not exists or (size_class and message.pages != 1):
         raise InternalFault(
             ErrorCode.OPERATOR_LAYOUT,
-            f"an image of {message.pages} pages cannot take a block of size class {size_class} of {page_bytes} bytes",
+            f"an image of {message.pages} pages cannot take a block of size class {size_class} of "
+            f"{page_bytes} bytes",
         )
 
 
@@ -112,7 +114,9 @@ def find(state: EngineState, key: str) -> AdapterEntry:
 
 
 def remove(state: EngineState, message: RemoveAdapter) -> None:
-    """Stop new requests on an adapter; it leaves, and the call is answered, when its last request has ended."""
+    """Stop new requests on an adapter; it leaves, and the call is answered, when its last request
+    has ended.
+    """
     entry = find(state, message.key)
     transitions.withdraw(state, entry, message.call_id)
     if entry.state in BINDABLE:

@@ -153,7 +153,8 @@ def shortfall(state: EngineState, demand: Demand, entry: AdapterEntry) -> str:
     )
     if missing > 0:
         return (
-            f"{demand.required} pages are needed, {state.available_pages} are free and {reclaimable} can be reclaimed, "
+            f"{demand.required} pages are needed, {state.available_pages} are free and {reclaimable} can be "
+            "reclaimed, "
             f"adapters may take {state.caps.adapter_pages}: {missing} are missing"
         )
     return f"all {state.caps.resident_adapters} adapters that may be resident are in use"

@@ -198,7 +198,9 @@ def _free_place(state: EngineState, entry: AdapterEntry) -> None:
 
 
 def take_slot_lease(state: EngineState, record: RequestRecord) -> SlotLease:
-    """Bind a request to the published slot of the revision that it leased: the first lease makes it active."""
+    """Bind a request to the published slot of the revision that it leased: the first lease makes it
+    active.
+    """
     assert record.revision is not None
     entry = record.revision.entry
     before = entry.state

@@ -41,7 +41,9 @@ class Offer(Candidate):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which adapters go, in order, and how many cached blocks. enough: whether that is all that was needed."""
+    """Which adapters go, in order, and how many cached blocks. enough: whether that is all that was
+    needed.
+    """
 
     victims: list[AdapterEntry]
     enough: bool

@@ -177,7 +177,8 @@ def _advance(state: EngineState, wanted: Want) -> bool:
             raise CapacityError(
                 ErrorCode.POOL_EXHAUSTED,
                 f"a prefetch takes only pages that nobody will want: {demand.adapter} are needed, "
-                f"{max(state.available_pages - room.committed_growth(state) - len(state.by_slot), 0)} are left; pin or use the adapter",
+                f"{max(state.available_pages - room.committed_growth(state) - len(state.by_slot), 0)} are "
+                "left; pin or use the adapter",
             )
         case Purpose.SHADOW if wanted.fruitless_steps >= SHADOW_STEPS:
             raise CapacityError(

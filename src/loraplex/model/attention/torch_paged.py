@@ -44,7 +44,8 @@ class TorchPagedAttention:
         if pool.dtype is not torch.uint8 or not pool.is_contiguous() or pool.shape[1] != kv.page_bytes:
             raise InternalFault(
                 ErrorCode.OPERATOR_LAYOUT,
-                f"the pool must be contiguous uint8 pages of {kv.page_bytes} bytes, got {pool.dtype} {tuple(pool.shape)}",
+                f"the pool must be contiguous uint8 pages of {kv.page_bytes} bytes, got {pool.dtype} "
+                f"{tuple(pool.shape)}",
             )
         self.kv, self.heads, self.windows = kv, heads, windows
         self.rows = pool.view(-1).view(dtype).view(-1, kv.kv_heads * kv.head_dim)
@@ -82,7 +83,9 @@ class _Gather:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """One request's chunk: rows lo to hi. gather: its visible history, None where its own rows are all of it."""
+    """One request's chunk: rows lo to hi. gather: its visible history, None where its own rows are
+    all of it.
+    """
 
     lo: int
     hi: int
@@ -161,7 +164,9 @@ class TorchPagedBatch:
     def run_prefills(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """The prefill rows of `run` alone, into out [T, heads, head_dim]; keys and values have been appended."""
+        """The prefill rows of `run` alone, into out [T, heads, head_dim]; keys and values have been
+        appended.
+        """
         owner = self._owner
         rows = owner.rows[owner.key_row(layer) :]
         for prefill in self._prepared(owner.windows[layer]).prefills:

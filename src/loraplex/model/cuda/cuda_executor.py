@@ -65,7 +65,8 @@ class CudaExecutor:
         if (plan.tokens < 0).any() and plan.reference != self._newest_sampled:
             raise InternalFault(
                 ErrorCode.STALE_PLAN_GENERATION,
-                f"the device holds tokens of plan {self._newest_sampled}, the plan refers to {plan.reference}",
+                f"the device holds tokens of plan {self._newest_sampled}, the plan refers to "
+                f"{plan.reference}",
             )
 
     def undone(self, slots: I32) -> None:
@@ -114,7 +115,9 @@ class CudaExecutor:
         return None if state.traits.rest else AdapterWork.covering(state.traits.groups)
 
     def _mixed(self, size: int, plan: BatchPlan, lengths: KvLengths, work: AdapterWork) -> torch.Tensor:
-        """Logits [L, vocab] of a step that a bucket of `size` rows serves; greedy tokens of its samples, too."""
+        """Logits [L, vocab] of a step that a bucket of `size` rows serves; greedy tokens of its
+        samples, too.
+        """
         self.mixed.prepare(size, plan, lengths)
         x, residual = self.mixed.run(size, work)
         rows = to_device(decode_first(plan.logit_rows, plan).astype(np.int64), self.inputs.device)

@@ -104,7 +104,8 @@ class StepInputs:
         if plan.rows > self.rows or lengths.totals.size > self.bounds.max_requests:
             raise InternalFault(
                 ErrorCode.OPERATOR_PLAN_UNSUPPORTED,
-                f"a plan of {plan.rows} rows and {len(plan.requests)} requests, there is room for {self.rows} and "
+                f"a plan of {plan.rows} rows and {len(plan.requests)} requests, there is room for "
+                f"{self.rows} and "
                 f"{self.bounds.max_requests}",
             )
         words = np.frombuffer(packed, dtype=np.int32)

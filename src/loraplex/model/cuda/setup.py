@@ -181,7 +181,9 @@ def padding_plan(rows: int, longest: int) -> BatchPlan:
 
 
 class Warmth:
-    """Brings an executor's kernels, libraries and buffers to life; every call enqueues on the current stream."""
+    """Brings an executor's kernels, libraries and buffers to life; every call enqueues on the
+    current stream.
+    """
 
     def __init__(self, parts: CudaParts, executor: CudaExecutor, report: Report) -> None:
         self._parts, self._executor, self._report = parts, executor, report

@@ -16,10 +16,14 @@ from loraplex.model.cuda.inputs import KvLengths
 
 
 class BucketAttention(AttentionBatch, Protocol):
-    """Attention of a fixed number of decode requests, one row each; captured once, prepared for each replay."""
+    """Attention of a fixed number of decode requests, one row each; captured once, prepared for each
+    replay.
+    """
 
     def prepare(self, lengths: KvLengths) -> None:
-        """Tell the device about lengths, padding included, before a replay; enqueued on the current stream."""
+        """Tell the device about lengths, padding included, before a replay; enqueued on the current
+        stream.
+        """
         ...
 
 

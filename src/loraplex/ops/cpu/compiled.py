@@ -80,7 +80,9 @@ class Library:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels lie: under LORAPLEX_CACHE, else XDG_CACHE_HOME/loraplex, else ~/.cache/loraplex."""
+    """Where compiled kernels lie: under LORAPLEX_CACHE, else XDG_CACHE_HOME/loraplex, else
+    ~/.cache/loraplex.
+    """
     own = os.environ.get("LORAPLEX_CACHE")
     if own:
         return Path(own).expanduser().absolute() / "kernels"

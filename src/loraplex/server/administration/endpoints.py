@@ -101,7 +101,9 @@ async def get_model(call: Call) -> None:
 
 
 async def list_adapters(call: Call) -> None:
-    """Adapters that the caller may list, by name, a page at a time: `limit` of them after the name `after`."""
+    """Adapters that the caller may list, by name, a page at a time: `limit` of them after the name
+    `after`.
+    """
     wanted = decode_query(call.exchange.query, ListAdapters)
     call.service.require_ready()
     listed, more = await call.service.adapters.describe_some(
@@ -237,7 +239,8 @@ def _check_base(call: Call, named: str | None) -> None:
     if named is not None and named != base and named.rstrip("/").rpartition("/")[2] != base:
         raise CallerError(
             ErrorCode.INVALID_REQUEST,
-            f"base_model_name is {named[:80]!r}, this server has {base!r}; leave it out or ask the server of that base",
+            f"base_model_name is {named[:80]!r}, this server has {base!r}; leave it out or ask the server of "
+            "that base",
             param="base_model_name",
         )
 

@@ -101,7 +101,8 @@ def conversation_ids(
     if continues and request.add_generation_prompt:
         raise CallerError(
             ErrorCode.INVALID_REQUEST,
-            "continue_final_message goes on with the last message and add_generation_prompt begins another; give one",
+            "continue_final_message goes on with the last message and add_generation_prompt begins another; "
+            "give one",
             param="continue_final_message",
         )
     return codec.chat(
@@ -145,7 +146,8 @@ def _check(request: ChatRequest) -> None:
     ):
         raise CallerError(
             ErrorCode.INVALID_REQUEST,
-            f"max_tokens is {request.max_tokens} and max_completion_tokens is {request.max_completion_tokens}; give one",
+            f"max_tokens is {request.max_tokens} and max_completion_tokens is "
+            f"{request.max_completion_tokens}; give one",
             param="max_completion_tokens",
         )
     if len(request.messages) > limits.MAX_MESSAGES:

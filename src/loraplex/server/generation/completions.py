@@ -93,8 +93,10 @@ def _check_scores(prompt_tokens: int, params: SamplingParams) -> None:
     if scores > limits.MAX_PROMPT_LOGPROBS:
         raise CallerError(
             ErrorCode.INVALID_REQUEST,
-            f"{prompt_tokens} prompt tokens with {params.prompt_logprobs} alternatives in {params.n} samples make {scores} "
-            f"log probabilities, the limit is {limits.MAX_PROMPT_LOGPROBS}; send fewer prompts at a time or lower logprobs",
+            f"{prompt_tokens} prompt tokens with {params.prompt_logprobs} alternatives in {params.n} samples "
+            f"make {scores} "
+            f"log probabilities, the limit is {limits.MAX_PROMPT_LOGPROBS}; send fewer prompts at a time or "
+            "lower logprobs",
             param="logprobs",
         )
 

@@ -171,7 +171,9 @@ def check_ids(service: Service, ids: Sequence[int], param: str) -> None:
 
 
 def truncated(ids: Sequence[int], request: GenerationFields) -> list[int]:
-    """The last tokens of a prompt, as many as a request keeps. Raises `invalid_request` for a number below 1."""
+    """The last tokens of a prompt, as many as a request keeps. Raises `invalid_request` for a number
+    below 1.
+    """
     kept = request.truncate_prompt_tokens
     if kept is not None and kept < 1:
         raise CallerError(
@@ -183,11 +185,14 @@ def truncated(ids: Sequence[int], request: GenerationFields) -> list[int]:
 
 
 def check_submitted(prompt_tokens: int, samples: int) -> None:
-    """Raise `invalid_request` where prompts, each sent once a sample, would be more than one message holds."""
+    """Raise `invalid_request` where prompts, each sent once a sample, would be more than one message
+    holds.
+    """
     if prompt_tokens * samples > limits.MAX_SUBMITTED_TOKENS:
         raise CallerError(
             ErrorCode.INVALID_REQUEST,
-            f"{prompt_tokens} prompt tokens in {samples} samples make {prompt_tokens * samples}, the limit is "
+            f"{prompt_tokens} prompt tokens in {samples} samples make {prompt_tokens * samples}, the limit "
+            "is "
             f"{limits.MAX_SUBMITTED_TOKENS}; lower n",
             param="n",
         )
@@ -199,8 +204,10 @@ def check_context(service: Service, prompt_tokens: int, max_tokens: int, param: 
     if prompt_tokens + max_tokens > limit:
         raise CallerError(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            f"This model's maximum context length is {limit} tokens; you requested {prompt_tokens + max_tokens} tokens "
-            f"({prompt_tokens} in the prompt, {max_tokens} in the answer), so shorten the prompt or lower {param}",
+            f"This model's maximum context length is {limit} tokens; you requested "
+            f"{prompt_tokens + max_tokens} tokens "
+            f"({prompt_tokens} in the prompt, {max_tokens} in the answer), so shorten the prompt or lower "
+            f"{param}",
             param=param,
         )
 

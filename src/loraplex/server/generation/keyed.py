@@ -84,7 +84,8 @@ def _activated(
     if found:
         raise CallerError(
             ErrorCode.INVOCATION_MISSING,
-            f"{len(found)} of {len(prompts)} prompts hold the invocation of {model.name}, and one answer is by one model; "
+            f"{len(found)} of {len(prompts)} prompts hold the invocation of {model.name}, and one answer is "
+            "by one model; "
             "send the others apart",
             param=param,
         )

@@ -76,14 +76,18 @@ class Rendering(Protocol):
 
 
 class Endpoint(Protocol[R]):
-    """One path. prefix: of its ids. body: what it decodes. param: the body's field that holds what is asked."""
+    """One path. prefix: of its ids. body: what it decodes. param: the body's field that holds what
+    is asked.
+    """
 
     prefix: str
     body: type[R]
     param: str
 
     async def prepare(self, call: Call, request: R, model: ServedModel) -> Prepared:
-        """Check the request's own fields and tokenise for a model. Raises the typed error of what is wrong."""
+        """Check the request's own fields and tokenise for a model. Raises the typed error of what is
+        wrong.
+        """
         ...
 
     def rendering(self, about: About, request: R, prepared: Prepared, generation: Generation) -> Rendering:

@@ -88,7 +88,9 @@ def mark(text: str, vocabulary: Vocabulary) -> str:
 
 
 def opening(text: str, vocabulary: Vocabulary, *, at_once: bool) -> str:
-    """The rule `opened`: a mark, behind free text unless `at_once`. From the mark on nothing else may follow."""
+    """The rule `opened`: a mark, behind free text unless `at_once`. From the mark on nothing else
+    may follow.
+    """
     if at_once:
         return f"opened: {mark(text, vocabulary)}\n"
     index = vocabulary.token_id(text)

@@ -124,7 +124,9 @@ class CallScanner:
         return at
 
     def _keep(self, part: str, *, fresh: bool = False) -> None:
-        """Add to the value: names and keys are kept whole, arguments are given out, the rest is passed over."""
+        """Add to the value: names and keys are kept whole, arguments are given out, the rest is
+        passed over.
+        """
         if self._at is _At.VALUE and self._is_arguments:
             self._arguments += part
         elif not fresh and (self._at is _At.KEY or self._key == NAME_KEY):

@@ -1,4 +1,6 @@
-"""Hermes and Qwen: each call is a JSON object between `<tool_call>` and `</tool_call>`, with text around it."""
+"""Hermes and Qwen: each call is a JSON object between `<tool_call>` and `</tool_call>`, with text
+around it.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ class PlainJson(ToolFormat):
         """Signatures and the form of a call."""
         return (
             f"These functions can be called, one JSON object each:\n{signatures(tools)}\n"
-            "To call one, answer with nothing but a JSON object that has the function's name and its arguments: "
+            "To call one, answer with nothing but a JSON object that has the function's name and its "
+            "arguments: "
             '{"name": "function", "arguments": {}}. Several calls take a line each.'
         )
 

@@ -74,7 +74,8 @@ class ToolUse:
         if answer is not None and not required and not self.form.holds_answers:
             raise CallerError(
                 ErrorCode.UNSUPPORTED_OPTION,
-                f"response_format beside tools is not supported in the form {self.form.name}, where a call is an answer "
+                f"response_format beside tools is not supported in the form {self.form.name}, where a call "
+                "is an answer "
                 "in JSON too; leave one of them out",
                 param="response_format",
             )
@@ -111,7 +112,9 @@ class ToolUse:
 
 
 def tool_of(index: int, name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Tool:
-    """A checked tool of a request. index: its place, for the error. Without parameters it takes no arguments."""
+    """A checked tool of a request. index: its place, for the error. Without parameters it takes no
+    arguments.
+    """
     if not _NAME.fullmatch(name):
         raise CallerError(
             ErrorCode.INVALID_REQUEST,
@@ -147,7 +150,9 @@ def use_of(
     parallel: bool = True,
     form: str | None = None,
 ) -> ToolUse | None:
-    """What a request may call; None where that is nothing. form: by its name, instead of the template's own."""
+    """What a request may call; None where that is nothing. form: by its name, instead of the
+    template's own.
+    """
     _check_names(tools)
     if named is not None and named not in {tool.name for tool in tools}:
         raise CallerError(
@@ -165,7 +170,8 @@ def use_of(
     if chosen is None:
         raise CallerError(
             ErrorCode.UNSUPPORTED_OPTION,
-            "the model's chat template writes calls in a form that is not known; serve it with --tool-format or leave "
+            "the model's chat template writes calls in a form that is not known; serve it with --tool-format "
+            "or leave "
             "tools out",
             param="tools",
         )
@@ -193,7 +199,9 @@ def _check_names(tools: Sequence[Tool]) -> None:
 def messages_for(
     template: Template, messages: Sequence[Message], use: ToolUse | None
 ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
-    """A conversation and its tools as a template takes them: as they are, or as text where it knows no tools."""
+    """A conversation and its tools as a template takes them: as they are, or as text where it knows
+    no tools.
+    """
     tools = () if use is None else use.tools
     called = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
     if not tools and not called:
