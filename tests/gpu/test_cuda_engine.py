@@ -26,6 +26,7 @@ from tests.gpu.world import CONFIG, VOCAB  # noqa: E402
 
 from loraplex import LLM, SamplingParams  # noqa: E402
 from loraplex.api import RequestOutput  # noqa: E402
+from loraplex.api.arguments import read_prompts  # noqa: E402
 from loraplex.build.engine_build import describe_model, make_runner  # noqa: E402
 from loraplex.config import EngineConfig  # noqa: E402
 from loraplex.core.plan import StepResult  # noqa: E402
@@ -158,8 +159,8 @@ def test_withdrawn_requests_leave_nothing_behind(root: Path) -> None:
         for step in (1, 3, 6):
             samples = [
                 sample
-                for prompt, name in zip(PROMPTS, NAMES, strict=True)
-                for sample in llm._asked(*llm._job(prompt, name, GREEDY))
+                for job in llm._jobs(read_prompts(PROMPTS), NAMES, GREEDY)
+                for sample in llm._asked(job)
             ]
             llm._engine.begin(samples)
             for _ in range(step):
