@@ -77,8 +77,8 @@ def test_what_a_message_holds_beyond_its_texts_is_never_decoded() -> None:
     with pytest.raises(CallerError) as raised:
         decode(body, ChatRequest)
     assert (raised.value.code, raised.value.param) == (
-        ErrorCode.UNSUPPORTED_OPTION,
-        "messages[0].tool_calls",
+        ErrorCode.INVALID_REQUEST,
+        "messages[0].tool_calls[0]",
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.catalog.names import named
 from tests.process import engines
 from tests.server.processes import started
 from tests.server.rig import Front, run
@@ -67,7 +68,7 @@ def test_a_stream_that_nobody_reads_is_given_up_and_lets_go_of_its_revision(
         connection = Unread({"model": "a", "prompt": "x", "max_tokens": 150, "stream": True}, takes)
         serving = asyncio.ensure_future(connection.served(front))
         await connection.full.wait()
-        await front.adapters.remove("a")
+        await front.adapters.remove(named("a"))
         await serving
         await front.adapters.settled()
         assert len(connection.sent) == takes
