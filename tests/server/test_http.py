@@ -39,7 +39,7 @@ def test_methods_of_a_path(tmp_path: Path) -> None:
             assert (options.status_code, options.headers["allow"], options.content) == (204, allow, b"")
         assert (await front.http.head("/health")).status_code == 200
         assert (await front.http.head("/v1/models/nobody")).status_code == 404
-        for path in ("/", "/v1", "/v1/adapters/", "/v1//models", "/health/", "/HEALTH", "/v1/models/"):
+        for path in ("/", "/v1", "/v1//models", "/health//", "/HEALTH"):
             assert error_of(await front.http.get(path))[:2] == (404, "not_found"), path
         assert error_of(await front.http.options("/nothing"))[:2] == (404, "not_found")
 
