@@ -132,6 +132,8 @@ def test_a_measurement_that_is_ended_leaves_no_process_of_a_peer(
     path = os.pathsep.join((str(ROOT / "src"), str(vllm)))
     with subprocess.Popen(
         [sys.executable, "-m", "loraplex.cli", *words],
+        # A shell that starts the tests in the background leaves interrupts ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

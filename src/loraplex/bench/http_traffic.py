@@ -92,6 +92,10 @@ def run_traffic(options: HttpOptions, cases: Sequence[Traffic], say: Say) -> lis
     return rows
 
 
+END_S: Final = 30.0
+"""What a server may take to end: nothing is asked of it any more."""
+
+
 def write_adapters(root: Path, config: dict[str, object], rank: int, count: int) -> None:
     """`count` folders a0, a1, ... below root with LoRAs of `rank` on q, k, v and o."""
     root.mkdir()
@@ -125,6 +129,10 @@ def _server(options: HttpOptions, model: Path, adapters: Path | None) -> Iterato
             yield port, process.pid
         finally:
             process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:  # its children end with it
+                process.kill()
 
 
 def _measure(options: HttpOptions, case: Traffic, port: int, pid: int, base: str, vocab: int) -> Row:
