@@ -3,7 +3,7 @@
 A server would fetch what it is told from inside its own network, so an address is only what it says: a
 redirection is refused, never followed, and the proxy of the environment is used as everywhere. Each request
 ends within a bound, however slowly the other side speaks, and reads no more bytes than it asked for. Runs in
-the loader process, in plain calls.
+the preparation process, in plain calls.
 
 Specification: architecture "Names and what they stand for", rulings "Tenants".
 """
