@@ -2,8 +2,8 @@
 
 Object stores and hubs are read through obstore, web addresses by `web`, which goes nowhere else. Every read
 is bound to the tag that was seen first, so bytes of two versions never mix. A source that does not answer
-ends as a typed error within a bound. Runs in the preparation process, in plain calls. Never lists a folder: a load
-has fixed names, and a web server has no listing.
+ends as a typed error within a bound. Runs in the preparation process, in plain calls. Never lists a folder: a
+load has fixed names, and a web server has no listing.
 """
 
 from __future__ import annotations
