@@ -122,3 +122,10 @@ def check_same(one: Sample, other: Sample, name: str | None, context: Sequence[i
             best = scores_of(name, [*context, *one.token_ids[:index]])[-1].topk(2).values
             assert float(best[0] - best[1]) <= TIE, (name, index, a, b)
             return
+
+
+def settled_pages(llm: LLM) -> dict[str, int]:
+    """Pages by state, those of cached prefixes among the free ones: nobody holds them, and they go where room is asked for."""
+    pages: dict[str, int] = dict(llm.inspect()["pages"])
+    pages["free"] += pages.pop("prefix")
+    return pages

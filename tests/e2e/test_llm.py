@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests.e2e.judge import CONFIGS, GIB, NAMES, check_greedy, check_same, open_llm
+from tests.e2e.judge import CONFIGS, GIB, NAMES, check_greedy, check_same, open_llm, settled_pages
 from tests.model.tiny import POSITIONS, VOCAB
 from tests.prompts import prompt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -232,15 +232,15 @@ def test_adapters_are_added_swapped_and_removed(root: Path) -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_pages_return_when_adapters_leave(root: Path, depth: int) -> None:
     with open_llm(root, [], pipeline_depth=depth, scrub=True) as llm:
-        free = llm.inspect()["pages"]["free"]
+        free = settled_pages(llm)["free"]
         for _ in range(2):
             for name in CONFIGS:
                 llm.add_adapter(name, root / name)
             llm.generate(PROMPTS, NAMES, greedy(3))
-            assert llm.inspect()["pages"]["free"] < free
+            assert settled_pages(llm)["free"] < free
             for name in CONFIGS:
                 llm.remove_adapter(name)
-            assert llm.inspect()["pages"]["free"] == free
+            assert settled_pages(llm)["free"] == free
 
 
 def refused(llm: LLM, *args: Any) -> ErrorCode:
@@ -253,7 +253,7 @@ def test_refusals_are_typed_and_leave_nothing_behind(root: Path) -> None:
     with open_llm(root, ["plain"]) as llm:
         good = PROMPTS[0]
         llm.generate([good], "plain", greedy(1))
-        pages = llm.inspect()["pages"]
+        pages = settled_pages(llm)
         assert refused(llm, [good], "nobody") is ErrorCode.MODEL_NOT_FOUND
         assert refused(llm, [good], "plain@9") is ErrorCode.MODEL_NOT_FOUND
         assert refused(llm, "text") is ErrorCode.TOKENIZER_MISSING
@@ -271,7 +271,7 @@ def test_refusals_are_typed_and_leave_nothing_behind(root: Path) -> None:
         assert llm.inspect()["requests"] == {"running": 0, "waiting": 0, "live": 0}
         [output] = llm.generate([good], "plain", greedy())
         check_greedy(output, "plain", 10)
-        assert llm.inspect()["pages"] == pages
+        assert settled_pages(llm) == pages
 
 
 @pytest.mark.parametrize(

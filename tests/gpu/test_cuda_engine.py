@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("flashinfer")
 
 from safetensors.numpy import save_file  # noqa: E402
+from tests.e2e.judge import settled_pages  # noqa: E402
 from tests.gpu.world import CONFIG, VOCAB  # noqa: E402
 
 from loraplex import LLM, SamplingParams  # noqa: E402
@@ -155,7 +156,7 @@ def test_a_plan_log_replays_to_the_same_tokens(root: Path, tmp_path: Path, depth
 def test_withdrawn_requests_leave_nothing_behind(root: Path) -> None:
     with open_llm(root) as llm:
         llm.generate(PROMPTS, NAMES, GREEDY)
-        free = llm.inspect()["pages"]["free"]
+        free = settled_pages(llm)["free"]
         for step in (1, 3, 6):
             samples = [
                 sample
@@ -167,7 +168,7 @@ def test_withdrawn_requests_leave_nothing_behind(root: Path) -> None:
                 llm._engine.step()
             llm._engine.withdraw(samples)
             llm._built.engine.check()
-        assert llm.inspect()["pages"]["free"] == free
+        assert settled_pages(llm)["free"] == free
 
 
 def test_ten_thousand_requests_without_growth(root: Path) -> None:
