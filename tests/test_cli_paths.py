@@ -39,7 +39,8 @@ FILES = ["blank", "text", "bytes", "list.json", "object.json"]
 def refused(result: Result, *names: str) -> ErrorCode:
     """The code of a refusal that is the caller's."""
     assert result.status == 2, result.err
-    [line] = result.err.strip().splitlines()
+    # What took a while says so first, as "Hashing the weights of the base ...".
+    [line] = [line for line in result.err.strip().splitlines() if not line.endswith(" ...")]
     code = ErrorCode(line.rpartition("[")[2].rstrip("]"))
     assert CODES[code].root is Root.CALLER
     for name in names:

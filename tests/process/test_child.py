@@ -5,14 +5,15 @@ longer than its grace.
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.process.living import begin, parent
+from tests.process.living import SCRIPT, begin, parent
 from tests.waiting import until, until_gone
 
-from loraplex.process.child import END_SIGNAL
+from loraplex.process.child import END_SIGNAL, BlockingChild
 from loraplex.process.pipe import Frames, frame
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +58,21 @@ def test_a_script_ends_with_what_it_started(tmp_path: Path) -> None:
     assert leader.pid == child.pid
     child.stop(60)
     until_gone(leader, other)
+
+
+def test_a_script_that_ends_by_itself_leaves_nothing(tmp_path: Path) -> None:
+    """Its orders end when its parent dies, and it may be gone before it could be told of that."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        SCRIPT.replace("PLACE", repr(str(tmp_path / "pids"))).replace(
+            "threading.Event().wait()\n", "sys.stdin.read()\n"
+        )
+    )
+    child = BlockingChild.start_script(Path(sys.executable), script, "the script")
+    processes = told(tmp_path)
+    child._to.close()
+    until_gone(*processes)
+    assert child.stop(60) == -signal.SIGKILL
 
 
 def test_a_child_ignores_what_a_terminal_sends_to_all(tmp_path: Path) -> None:

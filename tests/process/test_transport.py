@@ -4,6 +4,7 @@ refused.
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -207,6 +208,30 @@ def test_waking_ends_a_wait(mailbox: ZmqMailbox) -> None:
     waiter.join()
     assert received == [[]]
     assert mailbox.closed
+
+
+def test_a_signal_ends_a_wait_that_it_does_not_interrupt(mailbox: ZmqMailbox) -> None:
+    """One that another thread takes, or that comes as this one enters its poll, runs its handler only later."""
+    before, late = signal.getsignal(signal.SIGUSR1), threading.Event()
+
+    def elsewhere() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        if waited.wait(60):
+            return
+        late.set()
+        mailbox.wake()
+
+    waited, sender = threading.Event(), threading.Timer(0.1, elsewhere)
+    try:
+        mailbox.wake_on(signal.SIGUSR1)
+        sender.start()
+        assert mailbox.receive(wait=True) == []
+        waited.set()
+        sender.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert mailbox.closed
+    assert not late.is_set()
 
 
 def test_a_pause_ends_with_a_message_or_by_itself(

@@ -63,7 +63,7 @@ def test_a_stream_that_nobody_reads_is_given_up_and_lets_go_of_its_revision(
     monkeypatch.setattr(limits, "WRITE_TIMEOUT_S", 0.01)
 
     async def test(front: Front) -> None:
-        revision = await front.adapters.add("a", front.source("one"))
+        revision = await front.adapters.add(named("a"), front.source("one"))
         front.engine.script = lambda _: front.ids("h" * 150)
         connection = Unread({"model": "a", "prompt": "x", "max_tokens": 150, "stream": True}, takes)
         serving = asyncio.ensure_future(connection.served(front))

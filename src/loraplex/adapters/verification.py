@@ -15,6 +15,7 @@ from pathlib import Path
 from loraplex.adapters.prepare import EXECUTABLE, check_card
 from loraplex.artifact.card import read_card
 from loraplex.artifact.checkpoint import CheckpointTensors
+from loraplex.artifact.source import read_config as read_adapter_config
 from loraplex.artifact.tensors import Dtype
 from loraplex.artifact.verify import Verification, verify_adapter
 from loraplex.build.base_model import base_identity, base_modules, hash_weights, read_config
@@ -62,6 +63,7 @@ def verify_source(
             store = ArtifactStore(artifacts_folder(), DEFAULT_STORE_BYTES)
             fetched = partial(progress, "Downloading the adapter")
             folder, _ = stack.enter_context(store.reading(source, progress=fetched))
+        read_adapter_config(folder)  # A slip in the path costs nobody the time that hashing the base takes.
         progress("Hashing the weights of the base", 0, 1)
         weights = hash_weights(base)
         progress("Hashing the weights of the base", 1, 1)

@@ -69,6 +69,10 @@ def main() -> None:
         runpy.run_path(target, run_name="__main__")
     else:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
+    if watch == "group":
+        # Its orders ended. Where that is because the parent died, the leader may end before its watch acts, and
+        # nobody else would end the others.
+        os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ Specification: rulings "Processes".
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -93,11 +91,7 @@ def run(parent: Parent, start: EngineStart) -> int:
     configure_logging(start.log_level, as_json=start.log_json)
     mailbox = ZmqMailbox(start.endpoint)
     events = NullSink() if start.events is None else EventPublisher(start.events)
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        mailbox.wake()
-
-    signal.signal(END_SIGNAL, end)
+    mailbox.wake_on(END_SIGNAL)
     built: Built | None = None
     try:
         builder: Builder = load_function(start.builder)

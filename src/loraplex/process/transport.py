@@ -13,11 +13,13 @@ Specification: rulings "Processes".
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Final
 
 import msgspec
@@ -115,7 +117,22 @@ class ZmqMailbox:
         self._calls: dict[int, tuple[_Peer, int]] = {}
         self._next_call = 0
         self._synthetic: deque[ToEngine] = deque()
+        self._woken_by_signals = False
         self.closed = False
+
+    def wake_on(self, number: signal.Signals) -> None:
+        """Close the mailbox, and end a blocking `receive`, when a signal arrives. Called in the main thread.
+
+        A handler alone is not enough: one whose signal arrives while the thread enters its poll waits for the
+        poll to end. The byte that the system writes at once ends it.
+        """
+
+        def wake(signum: int, frame: FrameType | None) -> None:
+            self.wake()
+
+        signal.signal(number, wake)
+        signal.set_wakeup_fd(self._wake_in.fileno(), warn_on_full_buffer=False)
+        self._woken_by_signals = True
 
     def wake(self) -> None:
         """Close the mailbox and end a blocking `receive`. May be called from a signal handler."""
@@ -128,6 +145,8 @@ class ZmqMailbox:
     def close(self) -> None:
         """Release the sockets."""
         self.closed = True
+        if self._woken_by_signals:
+            signal.set_wakeup_fd(-1)
         self._socket.close()
         self._wake_in.close()
         self._wake_out.close()
