@@ -20,6 +20,7 @@ from loraplex.core.ports import Clock, EventSink, Mailbox
 from loraplex.process.child import END_SIGNAL
 from loraplex.process.clock import MonotonicClock
 from loraplex.process.event_stream import EventPublisher
+from loraplex.process.heap import freeze_heap
 from loraplex.process.local import NullSink
 from loraplex.process.logs import configure_logging
 from loraplex.process.parent import Parent, load_function, run_child
@@ -97,6 +98,7 @@ def run(parent: Parent, start: EngineStart) -> int:
         builder: Builder = load_function(start.builder)
         began = time.monotonic()
         built = builder(start.config, mailbox, MonotonicClock(), events)
+        freeze_heap()
         parent.send(EngineReady(built.info, time.monotonic() - began))
         while not mailbox.closed:
             built.engine.step(wait=True)

@@ -22,6 +22,7 @@ import msgspec
 
 from loraplex.config import EngineConfig
 from loraplex.core.ports import Backend
+from loraplex.process.heap import freeze_heap
 from loraplex.process.parent import Parent, load_function, run_child
 from loraplex.process.pipe import Failed, PipeClosed
 
@@ -73,6 +74,7 @@ def run(parent: Parent, start: WorkerStart) -> int:
     plans: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(parent, plans), daemon=True, name="plans").start()
     backend = _build(start)
+    freeze_heap()
     parent.send(WorkerReady())
     try:
         while True:  # the reader ends the process

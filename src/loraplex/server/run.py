@@ -35,6 +35,7 @@ from loraplex.images.disk_store import ImageStore
 from loraplex.process.activity import Tell, activity
 from loraplex.process.client import EngineClient
 from loraplex.process.engine_process import BUILDER
+from loraplex.process.heap import freeze_heap
 from loraplex.process.supervisor import EngineSupervisor
 from loraplex.server.administration.register import CommandLine
 from loraplex.server.announce import Announcer
@@ -151,6 +152,7 @@ async def serve(
         await command_line.register()
         adapters.begin()
         command_line.begin()
+        freeze_heap()
         service.phase = ServicePhase.OPEN
 
     with Signals(at_once) as signals:
