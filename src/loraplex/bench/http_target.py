@@ -144,14 +144,18 @@ def build_fountain(config: EngineConfig, mailbox: Mailbox, clock: Clock, events:
 
 
 def model_folder(folder: Path) -> Path:
-    """A model without weights: a configuration and a byte-level tokenizer."""
+    """A model without weights: a configuration and a tokenizer."""
     (folder / "config.json").write_text(json.dumps(_CONFIG))
     return write_tokenizer(folder)
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A byte-level tokenizer for a model folder; returns the folder."""
-    tokens = ["<s>", "<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    """A tokenizer of printable characters for a model folder; returns the folder.
+
+    No token is a part of a character: the server holds such a part back until the rest comes, and what a client
+    sees of a model with random weights would be gaps of several steps.
+    """
+    tokens = ["<s>", "<pad>", "</s>", *map(chr, range(33, 127))]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
