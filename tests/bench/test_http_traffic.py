@@ -58,7 +58,7 @@ def test_cases_are_chosen_by_number() -> None:
 def test_a_server_under_closed_loop_and_arrivals(tmp_path: Path) -> None:
     """Every request that ends is counted, from ids and from text, and nothing is left running."""
     model = write_tokenizer(save("llama", tmp_path / "llama"))
-    options = HttpOptions(model, "cpu", "float32", warm=0.5, seconds=2.0, rank=2)
+    options = HttpOptions(model, "cpu", "float32", warm=0.5, seconds=5.0, rank=2)
     cases = [
         Traffic(clients=4, adapters=3, prompt=6, new=4),
         Traffic(rate=20.0, adapters=3, zipf=1.0, prompt=6, new=4, text=True),
@@ -76,6 +76,6 @@ def test_a_server_under_closed_loop_and_arrivals(tmp_path: Path) -> None:
 @pytest.mark.e2e
 def test_a_refused_request_ends_the_benchmark(tmp_path: Path) -> None:
     model = write_tokenizer(save("llama", tmp_path / "llama"))
-    options = HttpOptions(model, "cpu", "float32", warm=0.1, seconds=0.5, rank=2)
+    options = HttpOptions(model, "cpu", "float32", warm=0.1, seconds=10_000, rank=2)
     with pytest.raises(CallerError, match="requests of C=1, base, 9000/4 failed"):
         run_traffic(options, [Traffic(clients=1, prompt=9000, new=4)], lambda line: None)

@@ -47,20 +47,22 @@ class Client:
 
     def __init__(self, orders: Orders) -> None:
         self._orders, self.seen = orders, Seen()
+        self._failed = asyncio.Event()
         self._asks = draws(orders.traffic, orders.seed, orders.part, orders.parts)
         self._rng = np.random.default_rng((orders.seed, orders.part, 1))
         self._from, self._until = orders.start + orders.warm, orders.start + orders.warm + orders.seconds
 
     async def run(self) -> Seen:
-        """From the start to the end of the measured time."""
+        """From the start to the end of the measured time, or to the first request that fails."""
         orders, traffic = self._orders, self._orders.traffic
         await asyncio.sleep(max(0.0, orders.start - time.monotonic()))
         mine = len(range(orders.part, traffic.clients, orders.parts))
-        tasks = [asyncio.create_task(self._loop()) for _ in range(mine)] or [
-            asyncio.create_task(self._arrivals())
-        ]
-        _, late = await asyncio.wait(tasks, timeout=max(0.0, self._until - time.monotonic()))
-        for task in late:
+        works = [self._arrivals()] if traffic.rate else [self._loop() for _ in range(mine)]
+        tasks = [asyncio.create_task(work) for work in works]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._until - time.monotonic())):
+                await self._failed.wait()
+        for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         return self.seen
@@ -141,6 +143,7 @@ class Client:
     def _fail(self, message: str) -> None:
         self.seen.failed += 1
         self.seen.message = self.seen.message or message
+        self._failed.set()
 
 
 def main() -> int:

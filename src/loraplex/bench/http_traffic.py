@@ -36,6 +36,8 @@ RANK: Final = 16
 PARTS: Final = 4
 START_S: Final = 1.0
 """What client processes need to come up."""
+LOOK_S: Final = 0.1
+"""How often clients are looked at meanwhile."""
 CPU_CASES: Final = (
     Traffic(clients=4, prompt=32, new=32),
     mixed(clients=4, adapters=4, prompt_most=300, new_most=100),
@@ -162,20 +164,30 @@ def _measure(options: HttpOptions, case: Traffic, port: int, pid: int, base: str
             child.stdin.close()
             child.stdin = None
         engine = _engine_of(pid)
-        time.sleep(max(0.0, start + options.warm - time.monotonic()))
+        lasting = _wait_until(start + options.warm, children)
         before = used_s(pid), used_s(engine)
-        time.sleep(max(0.0, start + options.warm + options.seconds - time.monotonic()))
+        lasting = lasting and _wait_until(start + options.warm + options.seconds, children)
         after = used_s(pid), used_s(engine)
-        seen = [msgspec.json.decode(child.communicate()[0], type=Seen) for child in children]
+        ended = children if lasting else [child for child in children if child.poll() is not None]
+        seen = [msgspec.json.decode(child.communicate()[0], type=Seen) for child in ended]
     finally:
         for child in children:
-            child.kill()
-            child.wait()
+            with child:  # closes its pipes and waits
+                child.kill()
     failed = sum(part.failed for part in seen)
     if failed:
         message = next(part.message for part in seen if part.message)
         raise CallerError(ErrorCode.INVALID_REQUEST, f"{failed} requests of {case.name} failed: {message}")
     return row(case, seen, options.seconds, after[0] - before[0], after[1] - before[1])
+
+
+def _wait_until(moment: float, children: Sequence[subprocess.Popen[bytes]]) -> bool:
+    """Wait for a moment of the monotonic clock; whether no client ended before it, as one does that fails."""
+    while (left := moment - time.monotonic()) > 0:
+        if any(child.poll() is not None for child in children):
+            return False
+        time.sleep(min(left, LOOK_S))
+    return True
 
 
 def used_s(pid: int) -> float:
