@@ -249,6 +249,10 @@ def test_a_conversation_ends_as_asked(tmp_path: Path) -> None:
         ):
             refused = await front.chat(messages=talk, **body)
             assert error_of(refused) == (400, "invalid_request", field)
+        for last in ([], [{"role": "user", "content": "hello"}, {"role": "assistant", "content": None}]):
+            body = {"messages": last, "continue_final_message": True}
+            for nothing in (await front.http.post("/tokenize", json=body), await front.chat(**body)):
+                assert nothing.status_code == 400, nothing.text
         shown = {"messages": talk, "continue_final_message": True}
         ids = (await front.http.post("/tokenize", json=shown)).json()["tokens"]
         assert (await front.http.post("/detokenize", json={"tokens": ids})).json()["prompt"] == whole[:-7]

@@ -159,7 +159,7 @@ class ChatTemplate:
                     **{**self._special, **(variables or {})},
                 )
                 if continues:
-                    return _up_to_end(text, str(messages[-1]["content"]))
+                    return _up_to_end(text, str(messages[-1].get("content") or "") if messages else "")
                 return text + (suffix or "")
         except (jinja2.TemplateError, RecursionError) as error:
             raise CallerError(
