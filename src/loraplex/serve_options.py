@@ -6,6 +6,17 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+ModelOption = Annotated[str | None, Parameter(help="Model folder or GGUF file.")]
+ListenOption = Annotated[str, Parameter(help="Address to listen on.")]
+PortOption = Annotated[int, Parameter(help="Port to listen on.")]
+DeviceOption = Annotated[Literal["cpu", "cuda"], Parameter(help="Where the model runs.")]
+TensorParallelOption = Annotated[int, Parameter(help="Devices that share the model; 1 for now.")]
+PolicyOption = Annotated[str, Parameter(help="Scheduling policy; fcfs for now.")]
+KeyFileOption = Annotated[str | None, Parameter(help="File of key hashes, tenants and roles.")]
+LoadFormatOption = Annotated[
+    Literal["auto", "dummy"], Parameter(help="dummy: random weights, only config.json is read.")
+]
+LogJsonOption = Annotated[bool, Parameter(negative="", help="Log one JSON object a line.")]
 AdapterOption = Annotated[
     tuple[str, ...],
     Parameter(
@@ -46,7 +57,7 @@ CatalogOption = Annotated[
         help="Where names and revisions are kept: sqlite:////PATH or postgresql://...; else until the end."
     ),
 ]
-LockedOption = Annotated[
+HostLockedOption = Annotated[
     float | None,
     Parameter(help="Of them, page-locked for a CUDA device, in GiB; half of them and 4 at most by default."),
 ]
@@ -70,7 +81,7 @@ DtypeOption = Annotated[
 PoolOption = Annotated[
     float | None, Parameter(help="Page pool for KV and adapters, in GiB; 1 on cpu, what is left on cuda.")
 ]
-HostOption = Annotated[
+HostMemoryOption = Annotated[
     float | None, Parameter(help="Adapter images in host memory, in GiB; a quarter of it by default.")
 ]
 LengthOption = Annotated[
