@@ -220,7 +220,7 @@ def load(
     *,
     device: Literal["cpu", "cuda"] = "cpu",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-    ranks: tuple[int, ...] = (8, 16, 64),
+    ranks: Annotated[tuple[int, ...], Parameter(negative="")] = (8, 16, 64),
     repeats: int = 5,
     cold: int = 100,
     running: int = 8,
