@@ -6,13 +6,13 @@ Owns what a message may hold by its role. Specification: interface "HTTP".
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
-from loraplex.server.neutral import ABSENT, Unsupported, refuse_unsupported
+from loraplex.server.neutral import ABSENT, NO_EFFECT, Unsupported, refuse_unsupported
 from loraplex.text.tools.tool_types import Tool, ToolChoice
 from loraplex.text.tools.tool_use import tool_of
 
@@ -27,7 +27,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None
+    cache_control: Annotated[dict[str, Any] | None, NO_EFFECT] = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,7 +79,7 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Annotated[bool | None, NO_EFFECT] = None
 
 
 class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,7 +1,7 @@
 """Fields that a body may carry though nothing is done with them: what asks for nothing is accepted, all else
 is refused.
 
-Owns the one table of values that ask for nothing. Specification: interface "HTTP".
+Owns the one table of values that ask for nothing, and the mark of fields that have no effect. Specification: interface "HTTP".
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ Unsupported = Annotated[
 """A field that a peer's interface knows and this server does not carry out. Decoded only where it is short.
 """
 ABSENT: Final[Any] = UNSET
+NO_EFFECT: Final = msgspec.Meta(extra={"effect": "none"})
+"""Marks a field of any type that is accepted and changes nothing: a name for the caller's own books, or a
+wish that holds anyway. A test finds every other field that nobody reads.
+"""
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "annotations": ([],),
     "audio": ({},),

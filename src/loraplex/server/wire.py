@@ -19,7 +19,7 @@ from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.limits import DEFAULT_LISTED, MAX_LISTED
 from loraplex.server.body_size import check_body
 from loraplex.server.chat_wire import ChatMessage, FunctionTool, Role, ToolChoiceField, check_messages
-from loraplex.server.neutral import ABSENT, Unsupported, refuse_unsupported
+from loraplex.server.neutral import ABSENT, NO_EFFECT, Unsupported, refuse_unsupported
 from loraplex.server.structured_wire import StructuredOutputs
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -33,17 +33,17 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: Annotated[bool | None, NO_EFFECT] = None
     continuous_usage_stats: bool | None = None
 
 
 class SchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A named JSON schema. strict: every schema is enforced, whatever it says."""
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$"), NO_EFFECT]
     schema: dict[str, Any] | bool
-    description: str | None = None
-    strict: bool | None = None
+    description: Annotated[str | None, NO_EFFECT] = None
+    strict: Annotated[bool | None, NO_EFFECT] = None
 
 
 class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
@@ -85,7 +85,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     top_p: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: Annotated[str | None, NO_EFFECT] = None
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -98,8 +98,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     alora_fallback: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    safety_identifier: Annotated[str | None, NO_EFFECT] = None
+    prompt_cache_key: Annotated[str | None, NO_EFFECT] = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
@@ -191,7 +191,7 @@ class LoadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lora_path: str
     load_inplace: bool | None = None
     base_model_name: str | None = None
-    lora_int_id: int | None = None
+    lora_int_id: Annotated[int | None, NO_EFFECT] = None
     is_3d_lora_weight: Unsupported = ABSENT
 
 
@@ -200,7 +200,7 @@ class UnloadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     lora_name: str
     base_model_name: str | None = None
-    lora_int_id: int | None = None
+    lora_int_id: Annotated[int | None, NO_EFFECT] = None
     is_3d_lora_weight: Unsupported = ABSENT
 
 
