@@ -10,10 +10,11 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from loraplex.ops import worklist  # noqa: E402
+from loraplex.ops import work_layout, worklist  # noqa: E402
 from loraplex.ops.factor_table import FactorTable  # noqa: E402
 from loraplex.ops.triton_lora import LoraStep, shrink_expand  # noqa: E402
-from loraplex.ops.worklist import GROUPS, Phase  # noqa: E402
+from loraplex.ops.work_layout import GROUPS  # noqa: E402
+from loraplex.ops.worklist import Phase  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -103,11 +104,11 @@ def test_a_graph_replayed_over_thousands_of_mixes_equals_eager() -> None:
 
 def rows_of(work: worklist.WorkList) -> set[int]:
     """Rows that a decode work list names."""
-    blocks = work.packed[worklist.HEAD_WORDS :].reshape(-1, worklist.BLOCK_WORDS)
+    blocks = work.packed[work_layout.HEAD_WORDS :].reshape(-1, work_layout.BLOCK_WORDS)
     rows: set[int] = set()
     for block in blocks:
-        listed = np.ascontiguousarray(block[worklist.ROWS : worklist.ROWS + worklist.ROW_WORDS]).view(
+        listed = np.ascontiguousarray(block[work_layout.BLOCK_LISTED_AT :][: work_layout.LISTED_WORDS]).view(
             np.uint16
         )
-        rows |= set(listed[: block[worklist.COUNT]].tolist())
+        rows |= set(listed[: block[work_layout.BLOCK_COUNT_AT]].tolist())
     return rows

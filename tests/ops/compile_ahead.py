@@ -19,7 +19,8 @@ from loraplex.ops.triton_lora import (
     module_bases,
     shrink_constants,
 )
-from loraplex.ops.worklist import GROUPS, HEAD_RECORDS, HEAD_WIDE, Phase
+from loraplex.ops.work_layout import GROUPS, HEAD_RECORDS_AT, HEAD_WIDE_AT
+from loraplex.ops.worklist import Phase
 
 _POINTERS: Final = {
     "x_ptr": "t", "y_ptr": "t", "pool_ptr": "t", "pool32_ptr": "fp32", "z_ptr": "fp32", "address_ptr": "i64",
@@ -66,7 +67,7 @@ def compile_plan(
         add(
             kernels.shrink_kernel,
             {
-                "COUNT_AT": HEAD_RECORDS + group,
+                "COUNT_AT": HEAD_RECORDS_AT + group,
                 **shrink_constants(d_in, group, cut, phase, tuning, interpreted=False),
             },
         )
@@ -74,7 +75,7 @@ def compile_plan(
             kernels.expand_kernel,
             {
                 "FIRST_MODULE": first,
-                "WIDE_AT": HEAD_WIDE + group,
+                "WIDE_AT": HEAD_WIDE_AT + group,
                 **expand_constants(d_out, group, cut, phase, tuning, interpreted=False),
             },
         )

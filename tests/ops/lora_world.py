@@ -9,7 +9,8 @@ from tests.ops.factor_lists import ModuleFactors, write_slot
 from loraplex.ops import worklist
 from loraplex.ops.factor_table import FactorTable
 from loraplex.ops.triton_lora import LoraStep, Tuning, shrink_expand
-from loraplex.ops.worklist import GROUPS, Phase
+from loraplex.ops.work_layout import GROUPS
+from loraplex.ops.worklist import Phase
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

@@ -11,8 +11,9 @@ from tests.ops.build import Adapter, make_image, make_world, random_adapter
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import Module
-from loraplex.ops.factor_table import MODULES, FactorTable
+from loraplex.ops.factor_table import FactorTable
 from loraplex.ops.interface import ModuleDims
+from loraplex.ops.work_layout import MODULES
 
 
 def test_room_that_neighbours_give_back_serves_a_larger_one() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.ops import work_layout as layout
 from loraplex.ops import worklist as w
 from loraplex.ops.worklist import Capacity, Phase
 
@@ -23,14 +24,18 @@ def groups(owners: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def blocks_of(work: w.WorkList) -> np.ndarray:
-    return work.packed[w.HEAD_WORDS :].reshape(-1, w.BLOCK_WORDS)
+    return work.packed[layout.HEAD_WORDS :].reshape(-1, layout.BLOCK_WORDS)
 
 
 def rows_of(block: np.ndarray, phase: Phase) -> list[int]:
-    count = int(block[w.COUNT])
+    count = int(block[layout.BLOCK_COUNT_AT])
     if phase is Phase.PREFILL:
-        return list(range(block[w.ROW0], block[w.ROW0] + count))
-    return np.ascontiguousarray(block[w.ROWS : w.ROWS + w.ROW_WORDS]).view(np.uint16)[:count].tolist()
+        return list(range(block[layout.BLOCK_ROW0_AT], block[layout.BLOCK_ROW0_AT] + count))
+    return (
+        np.ascontiguousarray(block[layout.BLOCK_LISTED_AT : layout.BLOCK_LISTED_AT + layout.LISTED_WORDS])
+        .view(np.uint16)[:count]
+        .tolist()
+    )
 
 
 def test_the_worked_eight_rows_of_the_specification() -> None:
@@ -38,7 +43,7 @@ def test_the_worked_eight_rows_of_the_specification() -> None:
     ranks = np.zeros((3, 7), dtype=np.int32)
     ranks[1:, 0] = 2
     work = w.build(*groups([1, 2, 1, 0, 2, 2, 1, 0]), 0, ranks, ROOM)
-    found = {int(b[w.SLOT]): rows_of(b, Phase.DECODE) for b in blocks_of(work)}
+    found = {int(b[layout.BLOCK_SLOT_AT]): rows_of(b, Phase.DECODE) for b in blocks_of(work)}
     assert found == {1: [0, 2, 6], 2: [1, 4, 5]}
     assert work.records == (2, 0, 0, 0)
     assert work.z_rows == 6
@@ -49,14 +54,22 @@ def test_ranks_count_as_tiles_and_wide_blocks_come_first() -> None:
     ranks[1], ranks[2], ranks[3, :3] = 16, 33, [8, 0, 17]
     work = w.build(*groups([1, 2, 3, 1]), 0, ranks, ROOM)
     blocks = blocks_of(work)
-    assert blocks[:, w.SLOT].tolist() == [2, 1, 3]
+    assert blocks[:, layout.BLOCK_SLOT_AT].tolist() == [2, 1, 3]
     assert work.records == (3 * 3 + 3 * 1 + 1 + 0 + 2, 3 + 1, 6 + 2, 3 + 1)
-    assert blocks[:, w.FIRST_RECORD : w.FIRST_RECORD + 3].tolist() == [[0, 3, 6], [9, 10, 11], [12, 13, 13]]
-    assert blocks[:, w.FIRST_Z : w.FIRST_Z + 3].tolist() == [[0, 3, 6], [9, 11, 13], [15, 16, 16]]
-    head = work.packed[: w.HEAD_WORDS]
-    assert head[0] == 3
-    assert head[w.HEAD_RECORDS : w.HEAD_RECORDS + 4].tolist() == list(work.records)
-    assert head[w.HEAD_WIDE : w.HEAD_WIDE + 4].tolist() == [3, 1, 1, 1]
+    assert blocks[:, layout.BLOCK_RECORD_AT : layout.BLOCK_RECORD_AT + 3].tolist() == [
+        [0, 3, 6],
+        [9, 10, 11],
+        [12, 13, 13],
+    ]
+    assert blocks[:, layout.BLOCK_Z_AT : layout.BLOCK_Z_AT + 3].tolist() == [
+        [0, 3, 6],
+        [9, 11, 13],
+        [15, 16, 16],
+    ]
+    head = work.packed[: layout.HEAD_WORDS]
+    assert head[layout.HEAD_BLOCKS_AT] == 3
+    assert head[layout.HEAD_RECORDS_AT : layout.HEAD_RECORDS_AT + 4].tolist() == list(work.records)
+    assert head[layout.HEAD_WIDE_AT : layout.HEAD_WIDE_AT + 4].tolist() == [3, 1, 1, 1]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -75,11 +88,11 @@ def test_random_plans_cover_each_row_of_a_phase_once(seed) -> None:
         for block in blocks_of(work):
             rows = rows_of(block, phase)
             assert 0 < len(rows) <= block_rows
-            assert (owners[rows] == block[w.SLOT]).all()
+            assert (owners[rows] == block[layout.BLOCK_SLOT_AT]).all()
             seen += rows
-            tiles = -(-ranks[block[w.SLOT], :3] // 16)
+            tiles = -(-ranks[block[layout.BLOCK_SLOT_AT], :3] // 16)
             for module in range(3):
-                start = int(block[w.FIRST_Z + module])
+                start = int(block[layout.BLOCK_Z_AT + module])
                 z_used.append((start, start + int(tiles[module]) * len(rows)))
         inside = [r for r in np.flatnonzero(owners) if (r >= doff) == (phase is Phase.DECODE)]
         assert sorted(seen) == inside

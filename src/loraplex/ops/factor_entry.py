@@ -16,20 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.core.ids import LAYER_MODULES, Module
+from loraplex.core.ids import Module
 from loraplex.core.layout import EXTENT_ALIGN_BYTES, VECTOR_ITEMSIZE, Factor
 from loraplex.core.limits import MAX_RANK
 from loraplex.ops.table import ResidentAdapter
+from loraplex.ops.work_layout import HAS_C, HAS_G, HAS_H, MODULES
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
-MODULES: Final = len(LAYER_MODULES)
 SIDES: Final = (Factor.A, Factor.B)
 VECTORS: Final = (Factor.G, Factor.C, Factor.H)
-HAS_G: Final = 1
-HAS_C: Final = 2
-HAS_H: Final = 4
 AT, RANK_LO, RANK_N = range(3)
 
 

@@ -23,8 +23,9 @@ import torch
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import LAYER_MODULES
 from loraplex.core.limits import MAX_RANK
-from loraplex.ops.factor_entry import HAS_C, HAS_G, MODULES, Factors, SlotEntry, make_entry, read_factors
+from loraplex.ops.factor_entry import Factors, SlotEntry, make_entry, read_factors
 from loraplex.ops.table import AdapterTable, ResidentAdapter
+from loraplex.ops.work_layout import HAS_C, HAS_G, MODULES
 
 MAX_SPLIT_ROWS: Final = 1 << 22
 """Addresses of split rank rows at most: 32 MiB of device memory."""

@@ -13,8 +13,8 @@ Both kernels ask for factor bytes before they wait for the kernel in front of th
 launch): factors of a published adapter do not change while a step runs. X, Z and Y are read after the wait
 only.
 
-Never here: choosing configurations (`triton_lora`), building work lists (`worklist`). Specification: 0x02E,
-0x06C; rulings "Operators".
+Never here: choosing configurations (`triton_lora`), building work lists (`worklist`), where their words lie
+(`work_layout`). Specification: 0x02E, 0x06C; rulings "Operators".
 """
 # mypy: ignore-errors
 # Triton wants compile-time conditions apart from run-time ones.
@@ -26,15 +26,35 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-BLOCK_WORDS = tl.constexpr(32)
-BLOCK_ROWS = tl.constexpr(4)
-BLOCK_FIRST_RECORD = tl.constexpr(12)
-BLOCK_FIRST_Z = tl.constexpr(19)
-LAYER_MODULES = tl.constexpr(7)
-META_WORDS = tl.constexpr(16)
-META_ROWS = tl.constexpr(8)
-EXPAND_WORDS = tl.constexpr(8)
-SHRINK_WORDS = tl.constexpr(4)
+from loraplex.ops import work_layout as layout
+
+# A kernel reads a global only where it is a constexpr.
+BLOCK_COUNT_AT = tl.constexpr(layout.BLOCK_COUNT_AT)
+BLOCK_LISTED_AT = tl.constexpr(layout.BLOCK_LISTED_AT)
+BLOCK_RECORD_AT = tl.constexpr(layout.BLOCK_RECORD_AT)
+BLOCK_ROW0_AT = tl.constexpr(layout.BLOCK_ROW0_AT)
+BLOCK_SLOT_AT = tl.constexpr(layout.BLOCK_SLOT_AT)
+BLOCK_WORDS = tl.constexpr(layout.BLOCK_WORDS)
+BLOCK_Z_AT = tl.constexpr(layout.BLOCK_Z_AT)
+EXPAND_FLAGS_AT = tl.constexpr(layout.EXPAND_FLAGS_AT)
+EXPAND_INDEX_AT64 = tl.constexpr(layout.EXPAND_INDEX_AT64)
+EXPAND_LIST_AT = tl.constexpr(layout.EXPAND_LIST_AT)
+EXPAND_RANK_AT = tl.constexpr(layout.EXPAND_RANK_AT)
+EXPAND_SCALE_AT = tl.constexpr(layout.EXPAND_SCALE_AT)
+EXPAND_WORDS = tl.constexpr(layout.EXPAND_WORDS)
+HAS_C = tl.constexpr(layout.HAS_C)
+HAS_G = tl.constexpr(layout.HAS_G)
+HEAD_BLOCKS_AT = tl.constexpr(layout.HEAD_BLOCKS_AT)
+LISTED_WORDS = tl.constexpr(layout.LISTED_WORDS)
+META_COUNT_AT = tl.constexpr(layout.META_COUNT_AT)
+META_LISTED_AT = tl.constexpr(layout.META_LISTED_AT)
+META_ROW0_AT = tl.constexpr(layout.META_ROW0_AT)
+META_WORDS = tl.constexpr(layout.META_WORDS)
+META_Z_AT = tl.constexpr(layout.META_Z_AT)
+MODULES = tl.constexpr(layout.MODULES)
+SHRINK_LIST_AT = tl.constexpr(layout.SHRINK_LIST_AT)
+SHRINK_VALID_AT = tl.constexpr(layout.SHRINK_VALID_AT)
+SHRINK_WORDS = tl.constexpr(layout.SHRINK_WORDS)
 
 
 @triton.jit(do_not_specialize=["layers", "block_cap", "record_cap"])
@@ -51,45 +71,47 @@ def records_kernel(
     """
     block = tl.program_id(0)
     layer = tl.program_id(1)
-    if block < tl.load(head_ptr):
+    if block < tl.load(head_ptr + HEAD_BLOCKS_AT):
         head = blocks_ptr + block * BLOCK_WORDS
-        slot = tl.load(head)
-        count = tl.load(head + 1)
-        row0 = tl.load(head + 2)
-        word = tl.arange(0, 8)
-        rows = tl.load(head + BLOCK_ROWS + word)
+        slot = tl.load(head + BLOCK_SLOT_AT)
+        count = tl.load(head + BLOCK_COUNT_AT)
+        row0 = tl.load(head + BLOCK_ROW0_AT)
+        word = tl.arange(0, LISTED_WORDS)
+        rows = tl.load(head + BLOCK_LISTED_AT + word)
         at = tl.arange(0, MAX_TILES)
-        for module in tl.static_range(LAYER_MODULES):
-            index = (slot.to(tl.int64) * layers + layer) * LAYER_MODULES + module
+        for module in tl.static_range(MODULES):
+            index = (slot.to(tl.int64) * layers + layer) * MODULES + module
             rank = tl.load(rank_ptr + index)
             a = tl.load(address_ptr + index * 2)
             b = tl.load(address_ptr + index * 2 + 1)
-            tiles = tl.cdiv(tl.load(max_rank_ptr + slot * LAYER_MODULES + module), TILE)
-            z0 = tl.load(head + BLOCK_FIRST_Z + module)
-            out = (layer.to(tl.int64) * block_cap + block) * LAYER_MODULES + module
+            tiles = tl.cdiv(tl.load(max_rank_ptr + slot * MODULES + module), TILE)
+            z0 = tl.load(head + BLOCK_Z_AT + module)
+            out = (layer.to(tl.int64) * block_cap + block) * MODULES + module
             split = b < 0
             tl.store(expand64_ptr + out * (EXPAND_WORDS // 2), tl.where(split, 0, b))
-            tl.store(expand_ptr + out * EXPAND_WORDS + 2, rank)
-            tl.store(expand_ptr + out * EXPAND_WORDS + 3, tl.load(scale_ptr + index))
-            tl.store(expand_ptr + out * EXPAND_WORDS + 4, tl.where(split, -1 - b, -1).to(tl.int32))
-            tl.store(expand_ptr + out * EXPAND_WORDS + 5, tl.load(flags_ptr + index))
-            tl.store(expand64_ptr + out * (EXPAND_WORDS // 2) + 3, index)
-            record = BASES[module] + tl.load(head + BLOCK_FIRST_RECORD + module) + at
+            tl.store(expand_ptr + out * EXPAND_WORDS + EXPAND_RANK_AT, rank)
+            tl.store(expand_ptr + out * EXPAND_WORDS + EXPAND_SCALE_AT, tl.load(scale_ptr + index))
+            tl.store(
+                expand_ptr + out * EXPAND_WORDS + EXPAND_LIST_AT, tl.where(split, -1 - b, -1).to(tl.int32)
+            )
+            tl.store(expand_ptr + out * EXPAND_WORDS + EXPAND_FLAGS_AT, tl.load(flags_ptr + index))
+            tl.store(expand64_ptr + out * (EXPAND_WORDS // 2) + EXPAND_INDEX_AT64, index)
+            record = BASES[module] + tl.load(head + BLOCK_RECORD_AT + module) + at
             live = at < tiles
             to = layer.to(tl.int64) * record_cap + record
             split = a < 0
             address = tl.where(split, 0, a + at.to(tl.int64) * (TILE * D_IN[module]))
             tl.store(shrink64_ptr + to * (SHRINK_WORDS // 2), address, mask=live)
             valid = tl.minimum(tl.maximum(rank - at * TILE, 0), TILE)
-            tl.store(shrink_ptr + to * SHRINK_WORDS + 2, valid, mask=live)
+            tl.store(shrink_ptr + to * SHRINK_WORDS + SHRINK_VALID_AT, valid, mask=live)
             list_at = tl.where(split, -1 - a + at * TILE, -1).to(tl.int32)
-            tl.store(shrink_ptr + to * SHRINK_WORDS + 3, list_at, mask=live)
+            tl.store(shrink_ptr + to * SHRINK_WORDS + SHRINK_LIST_AT, list_at, mask=live)
             if layer == 0:
                 meta = meta_ptr + record.to(tl.int64) * META_WORDS
-                tl.store(meta, tl.zeros_like(at) + count, mask=live)
-                tl.store(meta + 1, z0 + at * count, mask=live)
-                tl.store(meta + 2, tl.zeros_like(at) + row0, mask=live)
-                two = record.to(tl.int64)[:, None] * META_WORDS + META_ROWS + word[None, :]
+                tl.store(meta + META_COUNT_AT, tl.zeros_like(at) + count, mask=live)
+                tl.store(meta + META_Z_AT, z0 + at * count, mask=live)
+                tl.store(meta + META_ROW0_AT, tl.zeros_like(at) + row0, mask=live)
+                two = record.to(tl.int64)[:, None] * META_WORDS + META_LISTED_AT + word[None, :]
                 tl.store(meta_ptr + two, tl.zeros_like(two).to(tl.int32) + rows[None, :], mask=live[:, None])
 
 
@@ -134,13 +156,13 @@ def shrink_kernel(
     rank = tl.arange(0, TILE)
     total = tl.load(head_ptr + COUNT_AT) * SPLITS
     record = tl.minimum(item // SPLITS, record_cap - 1)
-    count = tl.load(meta_ptr + record * META_WORDS)
-    z_row = tl.load(meta_ptr + record * META_WORDS + 1)
-    row0 = tl.load(meta_ptr + record * META_WORDS + 2)
+    count = tl.load(meta_ptr + record * META_WORDS + META_COUNT_AT)
+    z_row = tl.load(meta_ptr + record * META_WORDS + META_Z_AT)
+    row0 = tl.load(meta_ptr + record * META_WORDS + META_ROW0_AT)
     base = tl.load(record64_ptr + record * (SHRINK_WORDS // 2))
-    valid = tl.load(record_ptr + record * SHRINK_WORDS + 2)
-    list_at = tl.load(record_ptr + record * SHRINK_WORDS + 3)
-    rows = _row_ids(meta16_ptr + record * (META_WORDS * 2) + META_ROWS * 2, row0, i, i < BM, GATHER)
+    valid = tl.load(record_ptr + record * SHRINK_WORDS + SHRINK_VALID_AT)
+    list_at = tl.load(record_ptr + record * SHRINK_WORDS + SHRINK_LIST_AT)
+    rows = _row_ids(meta16_ptr + record * (META_WORDS * 2) + META_LISTED_AT * 2, row0, i, i < BM, GATHER)
     while item < total:
         split = item % SPLITS
         if valid > 0:
@@ -178,13 +200,13 @@ def shrink_kernel(
             tl.store(z_ptr + z_at, acc, mask=mine[None, :])
         item += stride
         record = tl.minimum(item // SPLITS, record_cap - 1)
-        count = tl.load(meta_ptr + record * META_WORDS)
-        z_row = tl.load(meta_ptr + record * META_WORDS + 1)
-        row0 = tl.load(meta_ptr + record * META_WORDS + 2)
+        count = tl.load(meta_ptr + record * META_WORDS + META_COUNT_AT)
+        z_row = tl.load(meta_ptr + record * META_WORDS + META_Z_AT)
+        row0 = tl.load(meta_ptr + record * META_WORDS + META_ROW0_AT)
         base = tl.load(record64_ptr + record * (SHRINK_WORDS // 2))
-        valid = tl.load(record_ptr + record * SHRINK_WORDS + 2)
-        list_at = tl.load(record_ptr + record * SHRINK_WORDS + 3)
-        rows = _row_ids(meta16_ptr + record * (META_WORDS * 2) + META_ROWS * 2, row0, i, i < BM, GATHER)
+        valid = tl.load(record_ptr + record * SHRINK_WORDS + SHRINK_VALID_AT)
+        list_at = tl.load(record_ptr + record * SHRINK_WORDS + SHRINK_LIST_AT)
+        rows = _row_ids(meta16_ptr + record * (META_WORDS * 2) + META_LISTED_AT * 2, row0, i, i < BM, GATHER)
     if PDL:
         # One program that waits is enough to keep this kernel from ending before the one in front of it.
         if tl.program_id(0) == 0:
@@ -276,24 +298,24 @@ def _place(item, wide, run, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr
 def _expand_record(record_ptr, record64_ptr, at):
     """(address of B, true rank, scale, address list or -1, flags) of an expand record."""
     word = record_ptr + at * EXPAND_WORDS
-    scale = tl.load(word + 3).to(tl.float32, bitcast=True)
+    scale = tl.load(word + EXPAND_SCALE_AT).to(tl.float32, bitcast=True)
     return (
         tl.load(record64_ptr + at * (EXPAND_WORDS // 2)),
-        tl.load(word + 2),
+        tl.load(word + EXPAND_RANK_AT),
         scale,
-        tl.load(word + 4),
-        tl.load(word + 5),
+        tl.load(word + EXPAND_LIST_AT),
+        tl.load(word + EXPAND_FLAGS_AT),
     )
 
 
 @triton.jit
 def _scale_and_shift(out, pool32_ptr, vector_ptr, record64_ptr, at, flags, n, d_out):
-    """g * out + c for the columns n, where the record's flags say that there is a g (1) or a c (2)."""
-    index = tl.load(record64_ptr + at * (EXPAND_WORDS // 2) + 3)
+    """g * out + c for the columns n, where the record's flags say that there is a g or a c."""
+    index = tl.load(record64_ptr + at * (EXPAND_WORDS // 2) + EXPAND_INDEX_AT64)
     g_at = tl.load(vector_ptr + index * 2)
     c_at = tl.load(vector_ptr + index * 2 + 1)
-    g = tl.load(pool32_ptr + g_at + n, mask=(n < d_out) & ((flags & 1) != 0), other=1.0)
-    c = tl.load(pool32_ptr + c_at + n, mask=(n < d_out) & ((flags & 2) != 0), other=0.0)
+    g = tl.load(pool32_ptr + g_at + n, mask=(n < d_out) & ((flags & HAS_G) != 0), other=1.0)
+    c = tl.load(pool32_ptr + c_at + n, mask=(n < d_out) & ((flags & HAS_C) != 0), other=0.0)
     return out * g[None, :] + c[None, :]
 
 
@@ -301,9 +323,9 @@ def _scale_and_shift(out, pool32_ptr, vector_ptr, record64_ptr, at, flags, n, d_
 def _expand_block(blocks_ptr, blocks16_ptr, block, module, i, BM: tl.constexpr, GATHER: tl.constexpr):
     """(rows in it, first row of Z of the module, row numbers [BM]) of a block."""
     head = blocks_ptr + block * BLOCK_WORDS
-    listed = blocks16_ptr + block * (BLOCK_WORDS * 2) + BLOCK_ROWS * 2
-    rows = _row_ids(listed, tl.load(head + 2), i, i < BM, GATHER)
-    return tl.load(head + 1), tl.load(head + BLOCK_FIRST_Z + module), rows
+    listed = blocks16_ptr + block * (BLOCK_WORDS * 2) + BLOCK_LISTED_AT * 2
+    rows = _row_ids(listed, tl.load(head + BLOCK_ROW0_AT), i, i < BM, GATHER)
+    return tl.load(head + BLOCK_COUNT_AT), tl.load(head + BLOCK_Z_AT + module), rows
 
 
 @triton.jit
@@ -331,7 +353,7 @@ def expand_kernel(
     item = tl.program_id(0)
     stride = tl.num_programs(0)
     i = tl.arange(0, BM)
-    blocks = tl.load(head_ptr)
+    blocks = tl.load(head_ptr + HEAD_BLOCKS_AT)
     wide = tl.minimum(tl.load(head_ptr + WIDE_AT), blocks)
     run = tl.minimum(tl.maximum(((blocks - wide) * TILES + stride - 1) // stride, 1), MAX_RUN)
     total = wide * TILES + (blocks - wide) * (tl.cdiv(T0, run) + tl.cdiv(T1, run) + tl.cdiv(T2, run))
@@ -345,7 +367,7 @@ def expand_kernel(
         if ALIGNED:
             d_out = tl.multiple_of(d_out, 16)
             column0 = tl.multiple_of(column0, 16)
-        at = block * LAYER_MODULES + FIRST_MODULE + module
+        at = block * MODULES + FIRST_MODULE + module
         base, ranks, scale, list_at, flags = _expand_record(record_ptr, record64_ptr, at)
         count, z_row, rows = _expand_block(
             blocks_ptr, blocks16_ptr, block, FIRST_MODULE + module, i, BM, GATHER

@@ -24,22 +24,18 @@ from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.limits import MAX_RANK
 from loraplex.ops import triton_kernels as kernels
 from loraplex.ops.factor_table import FactorTable
-from loraplex.ops.worklist import (
+from loraplex.ops.work_layout import (
     BLOCK_WORDS,
+    EXPAND_WORDS,
     GROUPS,
-    HEAD_RECORDS,
-    HEAD_WIDE,
+    HEAD_RECORDS_AT,
+    HEAD_WIDE_AT,
     HEAD_WORDS,
-    RANK_TILE,
-    Capacity,
-    Phase,
-    WorkList,
+    META_WORDS,
+    MODULES,
+    SHRINK_WORDS,
 )
-
-META_WORDS: Final = 16
-SHRINK_WORDS: Final = 4
-EXPAND_WORDS: Final = 8
-MODULES: Final = 7
+from loraplex.ops.worklist import RANK_TILE, Capacity, Phase, WorkList
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +307,7 @@ class LoraStep:
             self.table.row_list,
             x.stride(0),
             cap,
-            COUNT_AT=HEAD_RECORDS + group,
+            COUNT_AT=HEAD_RECORDS_AT + group,
             **shrink_constants(self.table.d_in, group, cut, self.phase, self.tuning, self.interpreted),
         )
 
@@ -336,7 +332,7 @@ class LoraStep:
             self.table.vectors,
             y.stride(0),
             FIRST_MODULE=first,
-            WIDE_AT=HEAD_WIDE + group,
+            WIDE_AT=HEAD_WIDE_AT + group,
             **expand_constants(
                 self.table.d_out, group, self._chunks[group], self.phase, self.tuning, self.interpreted
             ),

@@ -27,7 +27,8 @@ from loraplex.ops.segmented import SegmentedOps
 from loraplex.ops.table import AdapterTable, ResidentAdapter
 from loraplex.ops.torch_common import check_operands
 from loraplex.ops.triton_lora import LoraStep, Tuning, group_index, shrink_expand
-from loraplex.ops.worklist import GROUPS, Phase
+from loraplex.ops.work_layout import GROUPS
+from loraplex.ops.worklist import Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ consecutive rows in prefill. Each block states, for each of the seven modules, w
 of Z begin; both are prefix sums over true rank tiles, so mixed ranks cost what their bytes cost. Nothing here
 depends on a layer or an address: the device fills those in once a step (`triton_kernels.records_kernel`).
 
-Numpy only; made on the host, sent in one copy.
+Numpy only; made on the host, sent in one copy. Where its words lie: `work_layout`.
 Specification: 0x02C, 0x02D, 0x03C, 0x06B; rulings "Operators".
 """
 
@@ -19,24 +19,26 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex.core.errors import ErrorCode, InternalFault
-from loraplex.core.ids import LAYER_MODULES
+from loraplex.ops.work_layout import (
+    BLOCK_COUNT_AT,
+    BLOCK_LISTED_AT,
+    BLOCK_RECORD_AT,
+    BLOCK_ROW0_AT,
+    BLOCK_SLOT_AT,
+    BLOCK_WORDS,
+    BLOCK_Z_AT,
+    GROUPS,
+    HEAD_BLOCKS_AT,
+    HEAD_RECORDS_AT,
+    HEAD_WIDE_AT,
+    HEAD_WORDS,
+    LISTED_WORDS,
+)
 
 I32 = npt.NDArray[np.int32]
 
 RANK_TILE: Final = 16
-BLOCK_WORDS: Final = 32
-SLOT, COUNT, ROW0 = 0, 1, 2
-ROWS: Final = 4
-ROW_WORDS: Final = 8
-FIRST_RECORD: Final = 12
-FIRST_Z: Final = 19
-HEAD_WORDS: Final = 16
-HEAD_RECORDS: Final = 1
-HEAD_WIDE: Final = 5
 MAX_LISTED_ROW: Final = 0xFFFF
-
-GROUPS: Final = ((0, 3), (3, 4), (4, 6), (6, 7))
-"""Modules that share an input, as [first, last) of LAYER_MODULES: q k v; o; gate up; down."""
 
 
 class Phase(IntEnum):
@@ -128,13 +130,13 @@ def build(
     order = np.argsort(-(tiles.sum(axis=1)), kind="stable")
     owner, count, tiles, first = owner[order], count[order], tiles[order], bounds[:-1][order]
     blocks = np.zeros((owner.size, BLOCK_WORDS), dtype=np.int32)
-    blocks[:, SLOT], blocks[:, COUNT] = owner, count
+    blocks[:, BLOCK_SLOT_AT], blocks[:, BLOCK_COUNT_AT] = owner, count
     if owner.size:
-        blocks[:, ROW0] = kept[first]
+        blocks[:, BLOCK_ROW0_AT] = kept[first]
         if room.phase is Phase.DECODE:
-            lanes = np.minimum(np.arange(2 * ROW_WORDS)[None, :], (count - 1)[:, None]) + first[:, None]
+            lanes = np.minimum(np.arange(2 * LISTED_WORDS)[None, :], (count - 1)[:, None]) + first[:, None]
             listed = kept[lanes].astype(np.uint16)
-            blocks[:, ROWS : ROWS + ROW_WORDS] = listed.view(np.int32)
+            blocks[:, BLOCK_LISTED_AT : BLOCK_LISTED_AT + LISTED_WORDS] = listed.view(np.int32)
     records, wide, z_rows = [], [], 0
     for group_first, group_last in GROUPS:
         group = tiles[:, group_first:group_last]
@@ -142,8 +144,8 @@ def build(
         z_used = (group * count[:, None]).reshape(-1).cumsum()
         starts = np.concatenate([[0], used[:-1]]).reshape(group.shape) if used.size else group
         z_starts = np.concatenate([[0], z_used[:-1]]).reshape(group.shape) if used.size else group
-        blocks[:, FIRST_RECORD + group_first : FIRST_RECORD + group_last] = starts
-        blocks[:, FIRST_Z + group_first : FIRST_Z + group_last] = z_starts
+        blocks[:, BLOCK_RECORD_AT + group_first : BLOCK_RECORD_AT + group_last] = starts
+        blocks[:, BLOCK_Z_AT + group_first : BLOCK_Z_AT + group_last] = z_starts
         records.append(int(used[-1]) if used.size else 0)
         many = np.flatnonzero((group > 1).any(axis=1))
         wide.append(int(many[-1]) + 1 if many.size else 0)
@@ -160,15 +162,12 @@ def build(
             f"{list(room.records)} and {room.z_rows}",
         )
     head = np.zeros(HEAD_WORDS, dtype=np.int32)
-    head[0] = owner.size
-    head[HEAD_RECORDS : HEAD_RECORDS + len(GROUPS)] = records
-    head[HEAD_WIDE : HEAD_WIDE + len(GROUPS)] = wide
+    head[HEAD_BLOCKS_AT] = owner.size
+    head[HEAD_RECORDS_AT : HEAD_RECORDS_AT + len(GROUPS)] = records
+    head[HEAD_WIDE_AT : HEAD_WIDE_AT + len(GROUPS)] = wide
     return WorkList(
         packed=np.concatenate([head, blocks.reshape(-1)]),
         blocks=int(owner.size),
         records=(records[0], records[1], records[2], records[3]),
         z_rows=z_rows,
     )
-
-
-assert len(LAYER_MODULES) == GROUPS[-1][1], "the groups cover the layer's modules"

@@ -32,7 +32,7 @@ Report = Callable[[str], None]
 
 
 class AdapterWork(Enum):
-    """Fused groups (`worklist.GROUPS`) that a captured step launches."""
+    """Fused groups (`work_layout.GROUPS`) that a captured step launches."""
 
     NONE = frozenset[int]()
     ATTENTION = frozenset({0, 1})

@@ -51,7 +51,8 @@ from loraplex.ops.interface import NoAdapters
 from loraplex.ops.table import AdapterTable
 from loraplex.ops.triton_lora import shrink_expand
 from loraplex.ops.triton_ops import TritonState
-from loraplex.ops.worklist import GROUPS, Phase
+from loraplex.ops.work_layout import GROUPS
+from loraplex.ops.worklist import Phase
 
 _log = logging.getLogger(__name__)
 
