@@ -39,7 +39,7 @@ _decoder: Final = msgspec.msgpack.Decoder(EventFrame)
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
-Observe = Callable[[Sequence[Event], int], None]
+Observe = Callable[[Sequence[AnyEvent], int], None]
 """Notes events in order, and how many are missing before the first."""
 
 

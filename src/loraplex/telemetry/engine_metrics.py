@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from loraplex.core.events import (
     AdapterRevoked,
     AdapterTransition,
+    AnyEvent,
     CopyIgnored,
-    Event,
+    FirstToken,
     HostDropped,
     HostFetched,
     IterationCompleted,
@@ -28,6 +29,7 @@ from loraplex.core.events import (
     RequestAdmitted,
     RequestFinished,
     RequestPreempted,
+    RequestQueued,
     RestorationFailed,
     StepFailed,
 )
@@ -84,14 +86,14 @@ class EngineMetrics:
         self._revoked = counter("adapters_revoked", "Revisions revoked after publication.")
         self._lost = counter("events_lost", "Events that the engine could not hand over.")
 
-    def observe(self, events: Sequence[Event], lost: int) -> None:
+    def observe(self, events: Sequence[AnyEvent], lost: int) -> None:
         """Count events in order. lost: how many are missing before them."""
         if lost:
             self._lost.inc(lost)
         for event in events:
             self._note(event)
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: AnyEvent) -> None:
         match event:
             case IterationCompleted():
                 self._note_iteration(event)
@@ -108,10 +110,31 @@ class EngineMetrics:
                 self._failed.labels(event.code).inc()
             case AdapterTransition():
                 self._transitions.labels(event.before, event.after).inc()
-            case _:
+            case PrefixMatched() | PrefixPublished() | PrefixGivenUp():
+                self._note_prefix(event)
+            case (
+                LoadFailed()
+                | RestorationFailed()
+                | CopyIgnored()
+                | HostFetched()
+                | HostDropped()
+                | PrefetchReleased()
+                | AdapterRevoked()
+            ):
                 self._note_residency(event)
+            case FirstToken() | RequestQueued():
+                pass  # a first token is timed where its client sees it; a request is counted when it ends
 
-    def _note_residency(self, event: Event) -> None:
+    def _note_residency(
+        self,
+        event: LoadFailed
+        | RestorationFailed
+        | CopyIgnored
+        | HostFetched
+        | HostDropped
+        | PrefetchReleased
+        | AdapterRevoked,
+    ) -> None:
         match event:
             case LoadFailed():
                 self._load_failures.labels(event.purpose, event.code).inc()
@@ -129,6 +152,9 @@ class EngineMetrics:
                 self._wasted_bytes.inc(0 if event.used else event.nbytes)
             case AdapterRevoked():
                 self._revoked.inc()
+
+    def _note_prefix(self, event: PrefixMatched | PrefixPublished | PrefixGivenUp) -> None:
+        match event:
             case PrefixMatched():
                 if event.again == 0:
                     self._queried.inc(event.queried)
@@ -139,8 +165,6 @@ class EngineMetrics:
             case PrefixGivenUp():
                 self._given_up.labels(event.reason).inc(event.blocks)
                 self._given_up_bytes.labels(event.reason).inc(event.nbytes)
-            case _:
-                pass  # a first token is timed where its client sees it; a queued request is counted when it ends
 
     def _note_iteration(self, event: IterationCompleted) -> None:
         self._rows.labels("prefill").inc(event.prefill_rows)
