@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from tools import device_check, evidence, gen_docs, setup_venv
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,6 +81,21 @@ def test_the_error_page_has_one_row_a_code_under_its_root() -> None:
     )
     assert "| `a_b` | 400 | x \\| y |\n| `d` | 404 | w |" in page
     assert page.index("## caller") < page.index("`d`") < page.index("## ours") < page.index("`c`")
+
+
+def test_the_metric_page_has_a_row_for_each_metric_by_its_scraped_name() -> None:
+    registry = CollectorRegistry()
+    Counter("a_b", "x | y", ["code", "phase"], registry=registry).labels("c", "d").inc()
+    Gauge("c", "z.", registry=registry)
+    Histogram("d_seconds", "w.", registry=registry)
+    rows = gen_docs.metrics_page(registry).split("|---|---|---|---|\n")[1]
+    assert rows == (
+        "| `a_b_total` | counter | `code`, `phase` | x \\| y |\n"
+        "| `c` | gauge |  | z. |\n"
+        "| `d_seconds` | histogram |  | w. |\n"
+    )
+    scraped = generate_latest(registry).decode()
+    assert all(f"\n{name}" in scraped for name in ("a_b_total{", "c ", "d_seconds_count "))
 
 
 def test_every_direct_dependency_has_an_exact_pin() -> None:

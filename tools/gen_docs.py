@@ -1,8 +1,8 @@
-"""Makes docs/errors.md from `loraplex.core.errors` and docs/decisions.md from its chapters; `--check` only
-compares.
+"""Makes docs/errors.md and docs/metrics.md from the code, and docs/decisions.md from its chapters; `--check`
+only compares.
 
-Owns the pages' form. Never owns a fact: codes, roots, statuses and invariants come from the code, headings
-from the chapters.
+Owns the pages' form. Never owns a fact: codes, roots, statuses, invariants and metrics come from the code,
+headings from the chapters.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 ERRORS_PAGE = DOCS / "errors.md"
+METRICS_PAGE = DOCS / "metrics.md"
 DECISIONS_PAGE = DOCS / "decisions.md"
 CHAPTERS = ("engine", "residency", "images", "adapters", "model", "server", "catalog", "tests")
 """Of the decisions, in the order in which they are read."""
@@ -47,6 +48,25 @@ def errors_page(codes: Mapping[Any, Any]) -> str:
             "\n".join([f"## {root}", "", "| code | status | invariant |", "|---|---|---|", *lines, ""])
         )
     return "\n".join(parts)
+
+
+METRICS_HEAD = """# Metrics
+
+Generated from `src/loraplex/server/metrics.py` and `src/loraplex/telemetry/engine_metrics.py` by `tools/gen_docs.py`; do not
+edit (`make fix` renews it). `GET /metrics` serves them as Prometheus text. Labels are from fixed sets: never an alias, a
+tenant or anything that a caller chose. A histogram has the series `_bucket`, `_sum` and `_count`.
+"""
+
+
+def metrics_page(registry: Any) -> str:
+    """The page for a registry of `prometheus_client`: its metrics by scraped name, in the order of definition."""
+    lines = []
+    for collector in registry._collector_to_names:
+        for metric in collector.describe():
+            name = f"`{metric.name}{'_total' if metric.type == 'counter' else ''}`"
+            labels = ", ".join(f"`{label}`" for label in collector._labelnames)
+            lines.append(f"| {name} | {metric.type} | {labels} | {_text(metric.documentation)} |")
+    return "\n".join([METRICS_HEAD, "| name | type | labels | meaning |", "|---|---|---|---|", *lines, ""])
 
 
 DECISIONS_HEAD = """# Decisions
@@ -83,9 +103,15 @@ def main() -> int:
     check = parser.parse_args().check
 
     from loraplex.core.errors import CODES
+    from loraplex.server.metrics import Metrics
 
+    pages = (
+        (ERRORS_PAGE, errors_page(CODES)),
+        (METRICS_PAGE, metrics_page(Metrics().registry)),
+        (DECISIONS_PAGE, decisions_page()),
+    )
     stale = []
-    for page, wanted in ((ERRORS_PAGE, errors_page(CODES)), (DECISIONS_PAGE, decisions_page())):
+    for page, wanted in pages:
         if page.exists() and page.read_text(encoding="utf-8") == wanted:
             continue
         stale.append(page.name)
