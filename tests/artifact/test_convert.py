@@ -12,7 +12,7 @@ from tests.artifact.tiny import lora_tensors, tiny_base, write_lora
 
 from loraplex.artifact.convert import to_image
 from loraplex.artifact.read_artifact import load_adapter
-from loraplex.artifact.record import Artifact, Role
+from loraplex.artifact.record import Artifact, TensorRole
 from loraplex.artifact.shards import module_shapes
 from loraplex.artifact.tensors import Array, Dtype, convert, to_float32
 from loraplex.artifact.vectors import vector_kinds
@@ -59,7 +59,7 @@ def test_factors_come_back_from_the_pages(tmp_path: Path, page_bytes: int, targe
     for row, module in zip(image.modules.tolist(), artifact.modules, strict=True):
         vectors = vector_mask(vector_kinds(module))
         assert row == [module.layer, int(module.module), module.rank, module.scale_bits, vectors]
-        a, b = module.tensors[Role.A], module.tensors[Role.B]
+        a, b = module.tensors[TensorRole.A], module.tensors[TensorRole.B]
         got_a = read_back(
             image, module.layer, int(module.module), Factor.A, (module.rank, module.d_in), target
         )
@@ -126,7 +126,7 @@ def test_shards_together_hold_each_factor(tmp_path: Path, ranks: int) -> None:
         for rank in range(ranks)
     ]
     for module in artifact.modules:
-        a, b = module.tensors[Role.A], module.tensors[Role.B]
+        a, b = module.tensors[TensorRole.A], module.tensors[TensorRole.B]
         where = (module.layer, int(module.module))
         local = (module.rank, module.d_out // ranks)
         parts = [read_back(i, *where, Factor.B, local, Dtype.FLOAT32) for i in images]

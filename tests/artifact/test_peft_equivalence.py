@@ -19,7 +19,7 @@ from tests.artifact.peft_configs import ALL, GENERAL, LORA, lora
 from tests.artifact.tiny import TinyTensors, edit_config, save_adapter, tiny_base, tiny_model
 
 from loraplex.artifact.read_artifact import load_adapter
-from loraplex.artifact.record import AdaptedModule, Artifact, Role
+from loraplex.artifact.record import AdaptedModule, Artifact, TensorRole
 from loraplex.artifact.vectors import vectors_of
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ids import Module
@@ -40,8 +40,8 @@ def peft_layers(model: torch.nn.Module) -> dict[str, BaseTunerLayer]:
 
 
 def delta(module: AdaptedModule) -> np.ndarray:
-    a = module.tensors[Role.A].float32().astype(np.float64)
-    b = module.tensors[Role.B].float32().astype(np.float64)
+    a = module.tensors[TensorRole.A].float32().astype(np.float64)
+    b = module.tensors[TensorRole.B].float32().astype(np.float64)
     product = module.scale * (b @ a)
     return product.T if module.module is Module.EMBED else product
 
@@ -79,7 +79,7 @@ def general(module: AdaptedModule, base: TinyTensors, x: np.ndarray) -> np.ndarr
     vectors = vectors_of(module, base)
     y = (x * vectors.get(Factor.H, 1.0)) @ base.weight(module.layer, module.module).astype(np.float64).T
     if module.rank:
-        a, b = (module.tensors[role].float32().astype(np.float64) for role in (Role.A, Role.B))
+        a, b = (module.tensors[role].float32().astype(np.float64) for role in (TensorRole.A, TensorRole.B))
         y = y + module.scale * (x @ a.T) @ b.T
     bias = base.bias(module.layer, module.module)
     y = y + (0.0 if bias is None else bias.astype(np.float64))

@@ -1,6 +1,8 @@
 """Preparing adapters for the engine of the moment, in the preparation processes, with room made in a full
 artifact store.
 
+The server's way in. It hands the work to `prepare_pool.py`; `prepare.py` does it.
+
 Never registers or publishes anything. Specification: rulings "Loading", "Start-up".
 """
 

@@ -1,6 +1,9 @@
 """From a folder to a registered image: fetch, verify, hash, convert, store. Heavy, and never on the step
 loop.
 
+This is the work itself. The server asks `preparation.py`, which hands it to `prepare_pool.py`, whose children
+run `prepare_process.py`, which calls this; `LLM` calls this directly.
+
 Specification: architecture "A request's way" (4), rulings "Loading"; 0x01G.
 """
 

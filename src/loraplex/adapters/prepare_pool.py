@@ -24,7 +24,7 @@ from typing import Final
 import msgspec
 
 from loraplex.adapters.prepare import PreparedAdapter
-from loraplex.adapters.prepare_process import PrepareAsk, Prepared, PrepareOrder, PrepareReady
+from loraplex.adapters.prepare_process import PrepareAsk, PrepareDone, PrepareOrder, PrepareReady
 from loraplex.build.base_model import BaseModel
 from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder, has_content
 from loraplex.catalog.sources import is_remote
@@ -46,7 +46,7 @@ ATTEMPTS: Final = 2
 _greeting: Final[msgspec.msgpack.Decoder[PrepareReady | Failed]] = msgspec.msgpack.Decoder(
     PrepareReady | Failed
 )
-_answers: Final[msgspec.msgpack.Decoder[Prepared | Failed]] = msgspec.msgpack.Decoder(Prepared | Failed)
+_answers: Final[msgspec.msgpack.Decoder[PrepareDone | Failed]] = msgspec.msgpack.Decoder(PrepareDone | Failed)
 
 
 def _ending() -> CapacityError:
@@ -129,7 +129,7 @@ class _Preparer:
             raise PipeClosed
         await child.send(ask)
         answer = await child.receive(_answers)
-        return answer.adapter if isinstance(answer, Prepared) else answer
+        return answer.adapter if isinstance(answer, PrepareDone) else answer
 
     async def _start(self) -> None:
         child = self._child = await Child.start(MODULE, "the preparation process")

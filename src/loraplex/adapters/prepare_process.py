@@ -51,7 +51,7 @@ class PrepareAsk(msgspec.Struct, frozen=True):
     content: str | None
 
 
-class Prepared(msgspec.Struct, frozen=True, tag=True):
+class PrepareDone(msgspec.Struct, frozen=True, tag=True):
     """An adapter is prepared."""
 
     adapter: PreparedAdapter
@@ -82,10 +82,10 @@ def _answer(
     images: ImageStore,
     artifacts: ArtifactStore,
 ) -> bytes:
-    """The encoded `Prepared`, or `Failed`."""
+    """The encoded `PrepareDone`, or `Failed`."""
     source = os.fsdecode(ask.source)
     try:
-        return _encode(Prepared(prepare_source(source, order.base, images, artifacts, ask.content)))
+        return _encode(PrepareDone(prepare_source(source, order.base, images, artifacts, ask.content)))
     except MemoryError:
         refusal = CallerError(
             ErrorCode.ADAPTER_TOO_COSTLY,

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from loraplex.artifact.base_modules import BaseTensors
 from loraplex.artifact.identify import identify
-from loraplex.artifact.record import AdaptedModule, Artifact, Role
+from loraplex.artifact.record import AdaptedModule, Artifact, TensorRole
 from loraplex.artifact.shards import WHOLE, local_layout, module_shapes
 from loraplex.artifact.tensors import Array, Dtype, convert
 from loraplex.artifact.threads import map_threads
@@ -143,7 +143,7 @@ def _stored(
     """Stored factors of one module, each [rows, columns]: A, B transposed, vectors as one row of float32."""
     out: dict[Factor, Array] = {}
     if module.rank:
-        a, b = module.tensors[Role.A], module.tensors[Role.B]
+        a, b = module.tensors[TensorRole.A], module.tensors[TensorRole.B]
         out[Factor.A] = convert(a.data, a.dtype, dtype, a.name)[:, slice(*layout.input_range)]
         out[Factor.B] = convert(b.data, b.dtype, dtype, b.name)[slice(*layout.output_range)].T
     for factor, vector in vectors_of(module, base_tensors).items():

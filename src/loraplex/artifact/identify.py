@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from loraplex.artifact.base_modules import BaseModules
-from loraplex.artifact.record import AdaptedModule, Artifact, Role
+from loraplex.artifact.record import AdaptedModule, Artifact, TensorRole
 from loraplex.identity.canonical import digest
 from loraplex.identity.digests import (
     ALWAYS_ON,
@@ -21,14 +21,14 @@ from loraplex.identity.digests import (
 )
 from loraplex.identity.execution import base_execution, execution_of
 
-_AXES: Final[dict[Role, tuple[str, ...]]] = {
-    Role.A: ("rank", "input"),
-    Role.B: ("output", "rank"),
-    Role.LORA_BIAS: ("output",),
-    Role.MAGNITUDE: ("output",),
-    Role.BIAS: ("output",),
-    Role.IA3_IN: ("one", "input"),
-    Role.IA3_OUT: ("output", "one"),
+_AXES: Final[dict[TensorRole, tuple[str, ...]]] = {
+    TensorRole.A: ("rank", "input"),
+    TensorRole.B: ("output", "rank"),
+    TensorRole.LORA_BIAS: ("output",),
+    TensorRole.MAGNITUDE: ("output",),
+    TensorRole.BIAS: ("output",),
+    TensorRole.IA3_IN: ("one", "input"),
+    TensorRole.IA3_OUT: ("output", "one"),
 }
 
 

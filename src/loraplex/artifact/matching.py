@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from loraplex.artifact.base_modules import BaseModule
 from loraplex.artifact.patterns import Pattern, StepBudget, compile_pattern, is_plain
-from loraplex.artifact.peft_config import Names, PeftConfig
+from loraplex.artifact.peft_config import ModuleNames, PeftConfig
 from loraplex.core.ids import LAYER_MODULES
 
 Value = TypeVar("Value")
@@ -28,7 +28,7 @@ class Selector:
     def __init__(self, config: PeftConfig) -> None:
         self.config = config
         self._work = StepBudget()
-        self._targets = _Listed(config.targets or Names(), self._work)
+        self._targets = _Listed(config.targets or ModuleNames(), self._work)
         self._exclude = _Listed(config.exclude, self._work)
         self._feedforward = _Listed(config.feedforward, self._work)
         self._layers = None if config.layers is None else frozenset(config.layers)
@@ -109,7 +109,7 @@ class _Ordered(Generic[Value]):
 class _Listed:
     """Names or a pattern, ready to ask."""
 
-    def __init__(self, names: Names, work: StepBudget) -> None:
+    def __init__(self, names: ModuleNames, work: StepBudget) -> None:
         self._names = names.names
         self._pattern = None if names.pattern is None else compile_pattern(names.pattern)
         self._work = work

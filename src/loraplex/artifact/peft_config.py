@@ -41,7 +41,7 @@ class BiasMode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class ModuleNames:
     """A set of module names, or one regular expression over a whole name."""
 
     names: frozenset[str] = frozenset()
@@ -58,8 +58,8 @@ class PeftConfig:
     """
 
     kind: PeftType
-    targets: Names | None
-    exclude: Names
+    targets: ModuleNames | None
+    exclude: ModuleNames
     rank: int = 0
     alpha: str = "0"
     rank_pattern: tuple[tuple[str, int], ...] = ()
@@ -70,7 +70,7 @@ class PeftConfig:
     bias: BiasMode = BiasMode.NONE
     layers: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
-    feedforward: Names = Names()
+    feedforward: ModuleNames = ModuleNames()
     invocation_tokens: tuple[int, ...] | None = None
     ties_weights: bool = False
 
@@ -84,7 +84,7 @@ def decode_config(record: Mapping[str, Any], family: str | None = None) -> PeftC
     kind = _peft_type(record)
     fields.refuse_effects(kind.value, record)
     targets = _targets(record, kind, family)
-    exclude = _names(record, "exclude_modules") or Names()
+    exclude = _names(record, "exclude_modules") or ModuleNames()
     if kind is PeftType.IA3:
         return PeftConfig(kind, targets, exclude, feedforward=_feedforward(record, targets, family))
     config = PeftConfig(
@@ -191,20 +191,20 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _names(record: Mapping[str, Any], name: str) -> Names | None:
+def _names(record: Mapping[str, Any], name: str) -> ModuleNames | None:
     value = record.get(name)
     if value is None or value == []:
         return None
     if isinstance(value, str):
         fields.check_regex(name, value)
-        return Names(pattern=value)
-    return Names(names=frozenset(_strings(name, value)))
+        return ModuleNames(pattern=value)
+    return ModuleNames(names=frozenset(_strings(name, value)))
 
 
-def _targets(record: Mapping[str, Any], kind: PeftType, family: str | None) -> Names | None:
+def _targets(record: Mapping[str, Any], kind: PeftType, family: str | None) -> ModuleNames | None:
     names = _names(record, "target_modules")
     if record.get("target_modules") is None and family in fields.DEFAULT_TARGETS[kind]:
-        return Names(names=frozenset(fields.DEFAULT_TARGETS[kind][family]))
+        return ModuleNames(names=frozenset(fields.DEFAULT_TARGETS[kind][family]))
     if names is None:
         raise bad_config(
             "target_modules", "target_modules is missing or empty, expected names, a pattern or all-linear"
@@ -214,14 +214,14 @@ def _targets(record: Mapping[str, Any], kind: PeftType, family: str | None) -> N
     return names
 
 
-def _feedforward(record: Mapping[str, Any], targets: Names | None, family: str | None) -> Names:
-    names = _names(record, "feedforward_modules") or Names()
+def _feedforward(record: Mapping[str, Any], targets: ModuleNames | None, family: str | None) -> ModuleNames:
+    names = _names(record, "feedforward_modules") or ModuleNames()
     if record.get("feedforward_modules") is None:
         if family not in fields.DEFAULT_TARGETS[PeftType.IA3]:
             raise bad_config(
                 "feedforward_modules", "feedforward_modules is missing, expected a list or a pattern"
             )
-        return Names(names=frozenset(fields.DEFAULT_FEEDFORWARD))
+        return ModuleNames(names=frozenset(fields.DEFAULT_FEEDFORWARD))
     if targets is not None and targets.pattern is None and not names.names <= targets.names:
         extra = min(names.names - targets.names)
         raise bad_config(

@@ -17,7 +17,7 @@ from loraplex.artifact.peft_config import decode_config
 from loraplex.artifact.record import Artifact, Method
 from loraplex.artifact.refuse import unsupported
 from loraplex.artifact.resolve import fill, fit
-from loraplex.artifact.source import Progress, WeightFiles, read_config
+from loraplex.artifact.source import ByteProgress, WeightFiles, read_config
 from loraplex.artifact.tensors import Dtype
 
 
@@ -25,17 +25,17 @@ def load_adapter(
     path: str | os.PathLike[str],
     base: BaseModules,
     base_tensors: BaseTensors | None = None,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
     *,
     served: Dtype | None = None,
     facts: BaseFacts | None = None,
 ) -> Artifact:
     """Read, verify and resolve the PEFT adapter in the folder `path` against `base`.
 
-    base_tensors: the base's weights, for files that repeat some of them. progress: see `Progress`. served:
-    element type that the base is served in, in which repeated weights are compared too. facts: what the base
-    is beside its modules; without it nothing is noted. Raises a `CallerError` of the `adapter_*` codes; on
-    return every tensor of the files is applied.
+    base_tensors: the base's weights, for files that repeat some of them. progress: see `ByteProgress`.
+    served: element type that the base is served in, in which repeated weights are compared too. facts: what
+    the base is beside its modules; without it nothing is noted. Raises a `CallerError` of the `adapter_*`
+    codes; on return every tensor of the files is applied.
     """
     folder = Path(path)
     record = read_config(folder)

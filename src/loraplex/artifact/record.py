@@ -31,7 +31,7 @@ class Method(StrEnum):
     EMBEDDING = "embedding"
 
 
-class Role(StrEnum):
+class TensorRole(StrEnum):
     """What a tensor is for its module."""
 
     A = "A"
@@ -61,7 +61,7 @@ class AdaptedModule:
     rank: int
     alpha: str
     rule: ScaleRule
-    tensors: Mapping[Role, Tensor]
+    tensors: Mapping[TensorRole, Tensor]
 
     @property
     def scale(self) -> float:

@@ -17,7 +17,7 @@ from loraplex.artifact.base_modules import BaseModule, BaseModules, BaseTensors
 from loraplex.artifact.carried import Carried, check_carried, check_places
 from loraplex.artifact.matching import Selector
 from loraplex.artifact.peft_config import BiasMode, PeftConfig, PeftType
-from loraplex.artifact.record import AdaptedModule, Artifact, Method, Role
+from loraplex.artifact.record import AdaptedModule, Artifact, Method, TensorRole
 from loraplex.artifact.refuse import bad_config, missing_tensor, unmatched, unsupported, wrong_base
 from loraplex.artifact.shapes import Placed, check_shapes
 from loraplex.artifact.tensor_names import TensorKind, TensorName, parse_name
@@ -26,14 +26,14 @@ from loraplex.core.ids import Module
 from loraplex.identity.scale import ScaleRule
 
 _LAYER: Final = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_ROLES: Final[dict[TensorKind, Role]] = {
-    TensorKind.LORA_A: Role.A,
-    TensorKind.LORA_B: Role.B,
-    TensorKind.LORA_B_BIAS: Role.LORA_BIAS,
-    TensorKind.EMBEDDING_A: Role.A,
-    TensorKind.EMBEDDING_B: Role.B,
-    TensorKind.MAGNITUDE: Role.MAGNITUDE,
-    TensorKind.BIAS: Role.BIAS,
+_ROLES: Final[dict[TensorKind, TensorRole]] = {
+    TensorKind.LORA_A: TensorRole.A,
+    TensorKind.LORA_B: TensorRole.B,
+    TensorKind.LORA_B_BIAS: TensorRole.LORA_BIAS,
+    TensorKind.EMBEDDING_A: TensorRole.A,
+    TensorKind.EMBEDDING_B: TensorRole.B,
+    TensorKind.MAGNITUDE: TensorRole.MAGNITUDE,
+    TensorKind.BIAS: TensorRole.BIAS,
 }
 _Found = dict[str, dict[TensorKind, TensorHeader]]
 
@@ -249,10 +249,10 @@ def _check_module(config: PeftConfig, module: BaseModule) -> None:
 
 def _roles(
     selector: Selector, module: BaseModule, kinds: Mapping[TensorKind, TensorHeader]
-) -> Iterable[tuple[Role, TensorHeader]]:
+) -> Iterable[tuple[TensorRole, TensorHeader]]:
     for kind, tensor in sorted(kinds.items()):
         if kind is TensorKind.IA3:
-            yield (Role.IA3_IN if selector.feedforward(module) else Role.IA3_OUT), tensor
+            yield (TensorRole.IA3_IN if selector.feedforward(module) else TensorRole.IA3_OUT), tensor
         else:
             yield _ROLES[kind], tensor
 
@@ -262,12 +262,12 @@ def _methods(config: PeftConfig, modules: Iterable[AdaptedModule]) -> frozenset[
     roles = {role for m in modules for role in m.tensors}
     embedding = any(m.module is Module.EMBED for m in modules)
     uses = {
-        Method.IA3: bool(roles & {Role.IA3_IN, Role.IA3_OUT}),
-        Method.RSLORA: config.use_rslora and Role.A in roles,
-        Method.LORA: not config.use_rslora and Role.A in roles,
-        Method.DORA: Role.MAGNITUDE in roles,
-        Method.LORA_BIAS: Role.LORA_BIAS in roles,
-        Method.BITFIT: Role.BIAS in roles,
+        Method.IA3: bool(roles & {TensorRole.IA3_IN, TensorRole.IA3_OUT}),
+        Method.RSLORA: config.use_rslora and TensorRole.A in roles,
+        Method.LORA: not config.use_rslora and TensorRole.A in roles,
+        Method.DORA: TensorRole.MAGNITUDE in roles,
+        Method.LORA_BIAS: TensorRole.LORA_BIAS in roles,
+        Method.BITFIT: TensorRole.BIAS in roles,
         Method.ALORA: config.invocation_tokens is not None,
         Method.EMBEDDING: embedding,
     }

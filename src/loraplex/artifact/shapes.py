@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from loraplex.artifact.record import AdaptedModule, Role
+from loraplex.artifact.record import AdaptedModule, TensorRole
 from loraplex.artifact.refuse import bad_rank, bad_shape, wrong_base
 from loraplex.artifact.tensors import TensorHeader
 
@@ -19,7 +19,7 @@ class Placed:
     """A module that has no tensors yet, and the headers of those that it will have."""
 
     module: AdaptedModule
-    headers: Mapping[Role, TensorHeader]
+    headers: Mapping[TensorRole, TensorHeader]
 
 
 def check_shapes(placed: Sequence[Placed]) -> None:
@@ -28,9 +28,9 @@ def check_shapes(placed: Sequence[Placed]) -> None:
     for one in placed:
         module = one.module
         for role, tensor in one.headers.items():
-            if role is Role.A:
+            if role is TensorRole.A:
                 _check_factor(module, tensor, rank_axis=0, width=module.d_in)
-            elif role is Role.B:
+            elif role is TensorRole.B:
                 _check_factor(module, tensor, rank_axis=1, width=module.d_out)
             else:
                 _check_vector(module, role, tensor)
@@ -39,7 +39,9 @@ def check_shapes(placed: Sequence[Placed]) -> None:
 def _check_base(placed: Iterable[Placed]) -> None:
     """Refuse as made for another base when several modules have consistent factors and none fits."""
     pairs = [
-        (p.module, p.headers[Role.A], p.headers[Role.B]) for p in placed if {Role.A, Role.B} <= set(p.headers)
+        (p.module, p.headers[TensorRole.A], p.headers[TensorRole.B])
+        for p in placed
+        if {TensorRole.A, TensorRole.B} <= set(p.headers)
     ]
     if len(pairs) < 2:
         return
@@ -71,12 +73,12 @@ def _check_factor(module: AdaptedModule, tensor: TensorHeader, rank_axis: int, w
     )
 
 
-def _check_vector(module: AdaptedModule, role: Role, tensor: TensorHeader) -> None:
-    width = module.d_in if role is Role.IA3_IN else module.d_out
+def _check_vector(module: AdaptedModule, role: TensorRole, tensor: TensorHeader) -> None:
+    width = module.d_in if role is TensorRole.IA3_IN else module.d_out
     shapes: tuple[tuple[int, ...], ...] = ((width,),)
-    if role is Role.IA3_IN:
+    if role is TensorRole.IA3_IN:
         shapes = ((1, width),)
-    elif role is Role.IA3_OUT:
+    elif role is TensorRole.IA3_OUT:
         shapes = ((width, 1),)
     if tensor.shape not in shapes:
         raise bad_shape(

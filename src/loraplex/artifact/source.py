@@ -1,6 +1,7 @@
 """The files of an adapter folder: which ones count, single or sharded, and reading their tensors.
 
-Owns the choice of files. Never follows a name out of the folder, never reads `.bin`, never ignores a shard.
+Here a folder is given; where an adapter may come from is `catalog/sources.py`. Owns the choice of files.
+Never follows a name out of the folder, never reads `.bin`, never ignores a shard.
 """
 
 from __future__ import annotations
@@ -38,10 +39,8 @@ PICKLE_FILES: Final = (
     "adapter_model.pth",
 )
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes read and hashed so far, bytes in all); called from several threads, one at a time,
-rising.
-"""
+ByteProgress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all), rising; it may be from several threads, one at a time."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -120,7 +119,7 @@ class WeightFiles:
     def __exit__(self, *exc: object) -> None:
         self._files.close()
 
-    def read(self, progress: Progress | None = None) -> dict[str, Tensor]:
+    def read(self, progress: ByteProgress | None = None) -> dict[str, Tensor]:
         """Every tensor, read, hashed and checked for finite values, in parallel; in the order of their names.
 
         Raises `adapter_not_finite`.

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from loraplex.artifact.base_modules import BaseTensors
-from loraplex.artifact.record import AdaptedModule, Role
+from loraplex.artifact.record import AdaptedModule, TensorRole
 from loraplex.artifact.refuse import not_finite, unsupported
 from loraplex.artifact.tensors import Dtype, F32Array, convert, to_float32
 from loraplex.core.ids import Module
@@ -31,11 +31,11 @@ def vector_kinds(module: AdaptedModule) -> tuple[Factor, ...]:
     """
     roles = set(module.tensors)
     kinds = []
-    if Role.IA3_IN in roles:
+    if TensorRole.IA3_IN in roles:
         kinds.append(Factor.H)
-    if roles & {Role.MAGNITUDE, Role.IA3_OUT}:
+    if roles & {TensorRole.MAGNITUDE, TensorRole.IA3_OUT}:
         kinds.append(Factor.G)
-    if roles & {Role.LORA_BIAS, Role.BIAS} or (Role.MAGNITUDE in roles and module.has_bias):
+    if roles & {TensorRole.LORA_BIAS, TensorRole.BIAS} or (TensorRole.MAGNITUDE in roles and module.has_bias):
         kinds.append(Factor.C)
     return tuple(kinds)
 
@@ -76,11 +76,11 @@ def vectors_of(module: AdaptedModule, base: BaseTensors | None) -> dict[Factor, 
         return {}
     out: dict[Factor, F32Array] = {}
     if Factor.H in kinds:
-        out[Factor.H] = module.tensors[Role.IA3_IN].float32().reshape(-1)
-    if Role.MAGNITUDE in module.tensors:
+        out[Factor.H] = module.tensors[TensorRole.IA3_IN].float32().reshape(-1)
+    if TensorRole.MAGNITUDE in module.tensors:
         out[Factor.G] = _dora_gain(module, _needed(module, base))
-    elif Role.IA3_OUT in module.tensors:
-        out[Factor.G] = module.tensors[Role.IA3_OUT].float32().reshape(-1)
+    elif TensorRole.IA3_OUT in module.tensors:
+        out[Factor.G] = module.tensors[TensorRole.IA3_OUT].float32().reshape(-1)
     if Factor.C in kinds:
         out[Factor.C] = _constant(module, base, out.get(Factor.G))
     for factor, vector in out.items():
@@ -92,7 +92,7 @@ def vectors_of(module: AdaptedModule, base: BaseTensors | None) -> dict[Factor, 
 def _dora_gain(module: AdaptedModule, base: BaseTensors) -> F32Array:
     """DoRA's g = magnitude / norm."""
     norm = row_norms(module, base)
-    magnitude = module.tensors[Role.MAGNITUDE]
+    magnitude = module.tensors[TensorRole.MAGNITUDE]
     if not norm.all():
         raise not_finite(
             magnitude.name, f"row {int(norm.argmin())} of {module.name} has norm 0, DoRA divides by it"
@@ -104,8 +104,8 @@ def _dora_gain(module: AdaptedModule, base: BaseTensors) -> F32Array:
 def row_norms(module: AdaptedModule, base: BaseTensors) -> np.ndarray:
     """Norm of each row of W + s B A in float64 [d_out], as |W|^2 + 2 s W.BA + s^2 |BA|^2."""
     weight = base.weight(module.layer, module.module)
-    a = module.tensors[Role.A].float32().astype(np.float64)
-    b = module.tensors[Role.B].float32().astype(np.float64)
+    a = module.tensors[TensorRole.A].float32().astype(np.float64)
+    b = module.tensors[TensorRole.B].float32().astype(np.float64)
     gram = a @ a.T
     squares = np.empty(module.d_out)
     for lo in range(0, module.d_out, ROW_BLOCK):
@@ -132,14 +132,14 @@ def _constant(module: AdaptedModule, base: BaseTensors | None, gain: F32Array | 
     rounded once.
     """
     c = np.zeros(module.d_out)
-    if module.has_bias and (Role.BIAS in module.tensors or Role.MAGNITUDE in module.tensors):
+    if module.has_bias and (TensorRole.BIAS in module.tensors or TensorRole.MAGNITUDE in module.tensors):
         own = _needed(module, base).bias(module.layer, module.module)
         before = np.zeros(module.d_out) if own is None else own.astype(np.float64)
         after = before
-        if Role.BIAS in module.tensors:
-            after = module.tensors[Role.BIAS].float32().astype(np.float64)
+        if TensorRole.BIAS in module.tensors:
+            after = module.tensors[TensorRole.BIAS].float32().astype(np.float64)
         c = after - before * (1.0 if gain is None else gain.astype(np.float64))
-    if Role.LORA_BIAS in module.tensors:
-        c = c + module.scale * module.tensors[Role.LORA_BIAS].float32()
+    if TensorRole.LORA_BIAS in module.tensors:
+        c = c + module.scale * module.tensors[TensorRole.LORA_BIAS].float32()
     with np.errstate(over="ignore"):  # what becomes infinite is refused by name
         return c.astype(np.float32)

@@ -21,7 +21,7 @@ from loraplex.artifact.convert import to_image
 from loraplex.artifact.identify import execution_digest, identify, shares_base_prefix
 from loraplex.artifact.read_artifact import load_adapter, require_executable
 from loraplex.artifact.record import AdaptedModule, Artifact, Method
-from loraplex.artifact.source import Progress, weight_files
+from loraplex.artifact.source import ByteProgress, weight_files
 from loraplex.artifact.tensors import Dtype
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.layout import PageGeometry, block_bytes, object_demand
@@ -131,7 +131,7 @@ def verify_adapter(
     *,
     base_tensors: BaseTensors | None = None,
     supported: Iterable[Method] | None = None,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
     facts: BaseFacts | None = None,
 ) -> Verification:
     """Load, convert and price the adapter in the folder `path`; raises whatever a load would raise.

@@ -32,6 +32,7 @@ from loraplex.model.cuda.setup import (
 )
 from loraplex.model.decoder import Decoder
 from loraplex.model.fused import FusedOps
+from loraplex.model.progress import Report
 from loraplex.model.runner import ModelRunner, allocate_pool
 from loraplex.model.weights import DecoderWeights, dummy_weights, load_weights
 from loraplex.ops.triton_ops import state_of
@@ -40,7 +41,6 @@ _log = logging.getLogger(__name__)
 
 SCRATCH_PAGES: Final = 2
 POPULATE_THREADS: Final = 4
-Report = Callable[[str], None]
 LimitsFor = Callable[[int | None], EngineLimits]
 """The engine's sizes for so many bytes of pool; None where the configuration names them."""
 

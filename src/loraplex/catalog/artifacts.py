@@ -24,7 +24,14 @@ import msgspec
 
 from loraplex.artifact.card import CARD_FILE
 from loraplex.artifact.companions import COMPANION_FILES
-from loraplex.artifact.source import CONFIG_FILE, INDEX_FILE, PICKLE_FILES, WEIGHTS_FILE, weight_files
+from loraplex.artifact.source import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    PICKLE_FILES,
+    WEIGHTS_FILE,
+    ByteProgress,
+    weight_files,
+)
 from loraplex.catalog.locks import FileLocks
 from loraplex.catalog.remote import RemoteFile, RemoteFolder
 from loraplex.catalog.sources import RemoteSource
@@ -37,8 +44,6 @@ CHUNK_BYTES: Final = 8 << 20
 DEFAULT_STORE_BYTES: Final = 32 << 30
 _CONTENT: Final = "content"
 _DOOMED: Final = "doomed-"
-Progress = Callable[[int, int], None]
-"""Called with (bytes that have arrived, bytes in all)."""
 
 
 def artifacts_folder() -> Path:
@@ -74,7 +79,7 @@ class ArtifactStore:
 
     @contextmanager
     def reading(
-        self, source: RemoteSource, content: str | None = None, progress: Progress | None = None
+        self, source: RemoteSource, content: str | None = None, progress: ByteProgress | None = None
     ) -> Iterator[tuple[Path, str]]:
         """The folder of a source's files and its key, downloaded if it is not here; kept until the context
         ends.
@@ -123,7 +128,7 @@ class ArtifactStore:
 
     # Download
 
-    def _fetch(self, source: RemoteSource, content: str | None, progress: Progress | None) -> str:
+    def _fetch(self, source: RemoteSource, content: str | None, progress: ByteProgress | None) -> str:
         stage = self._staging / hashlib.sha256(source.text.encode()).hexdigest()
         with self._locks.held(stage.name):
             remote = RemoteFolder(source)
@@ -291,7 +296,9 @@ def _companions(remote: RemoteFolder, source: RemoteSource) -> list[RemoteFile]:
     return found
 
 
-def _download(remote: RemoteFolder, stage: Path, files: list[RemoteFile], progress: Progress | None) -> None:
+def _download(
+    remote: RemoteFolder, stage: Path, files: list[RemoteFile], progress: ByteProgress | None
+) -> None:
     """Have every file in the staging folder, whole and on disk."""
     total, before = sum(file.size for file in files), 0
     for file in files:
@@ -308,7 +315,7 @@ def _download(remote: RemoteFolder, stage: Path, files: list[RemoteFile], progre
         before += file.size
 
 
-def _after(before: int, total: int, progress: Progress | None) -> Callable[[int], None]:
+def _after(before: int, total: int, progress: ByteProgress | None) -> Callable[[int], None]:
     """Reports a file's bytes behind those of the files before it."""
 
     def arrived(have: int) -> None:

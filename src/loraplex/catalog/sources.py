@@ -1,10 +1,10 @@
 """Where an adapter may come from: a local folder, an object store, a web server, a hub pinned to a commit.
 
-Owns the text of a source, and what a remote caller may name: a local path only inside an allowed root, links
-followed, `..`, links that leave it, devices and pipes refused; a web address only under an allowed prefix,
-since the server would fetch it from inside its network. Object stores and hubs are read with the server's own
-credentials and are the operator's to grant; a prefix given for their scheme narrows them to it. Opens
-nothing.
+What lies in an adapter's folder is `artifact/source.py`. Owns the text of a source, and what a remote caller
+may name: a local path only inside an allowed root, links followed, `..`, links that leave it, devices and
+pipes refused; a web address only under an allowed prefix, since the server would fetch it from inside its
+network. Object stores and hubs are read with the server's own credentials and are the operator's to grant; a
+prefix given for their scheme narrows them to it. Opens nothing.
 
 Specification: rulings "Tenants"; interface "Command line".
 """

@@ -1,4 +1,4 @@
-"""Owns how a long conversion is shown to a person: a bar on a terminal, one plain line a stage elsewhere.
+"""Owns how long work is shown to a person: a bar on a terminal, one plain line a stage elsewhere.
 
 Never decides what is done or in which order.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol, TextIO
+
+Report = Callable[[str], None]
+"""Told one line about each thing that start-up has done."""
 
 
 class Progress(Protocol):

@@ -22,14 +22,12 @@ from typing import Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from loraplex.artifact.source import ByteProgress
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.ids import Module
 from loraplex.model.linear import Arena, Linear
 from loraplex.model.rope import inverse_frequencies
 from loraplex.model.spec import DecoderSpec, RopeSpec, module_name
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all) after each tensor."""
 
 _SINGLE: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
@@ -209,7 +207,7 @@ def load_weights(
     spec: DecoderSpec,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress | None = None,
+    progress: ByteProgress | None = None,
 ) -> DecoderWeights:
     """Weights from a folder's safetensors, one file or shards with an index.
 

@@ -38,7 +38,7 @@ TRITON: Final = "triton"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FamilyChoice:
     """The family of a plan and why it was chosen."""
 
     family: str
@@ -69,7 +69,7 @@ REASONS: Final[dict[tuple[str, str], str]] = {
 """What was measured for each (family, phase): docs/notes/cpu-operators.md, docs/notes/cuda-operators.md."""
 
 
-def choose(plan: BatchPlan, table: AdapterTable) -> Choice:
+def choose(plan: BatchPlan, table: AdapterTable) -> FamilyChoice:
     """The family that serves a plan with adapter rows, any rank: one family of a device was the fastest in
     both phases.
     """
@@ -80,7 +80,7 @@ def choose(plan: BatchPlan, table: AdapterTable) -> Choice:
         family = "cpu_kernel"
     else:
         family = "segmented"
-    return Choice(family, f"{phase}, any rank: {REASONS[family, phase]}")
+    return FamilyChoice(family, f"{phase}, any rank: {REASONS[family, phase]}")
 
 
 def make_operator(plan: BatchPlan, table: AdapterTable, family: str | None = None) -> AdapterOps:

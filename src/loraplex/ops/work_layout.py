@@ -4,8 +4,8 @@ that read.
 `*_WORDS` are sizes and `*_AT` offsets, in int32 words; an `*_AT64` counts words of 64 bits. A list of rows
 holds 16-bit row numbers, two a word.
 
-Never here: what the words mean for a launch (`worklist` and `triton_kernels` say that). Specification: rulings
-"Operators".
+Never here: what the words mean for a launch (`worklist` and `triton_kernels` say that). Specification:
+rulings "Operators".
 """
 
 from __future__ import annotations

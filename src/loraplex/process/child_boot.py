@@ -70,8 +70,8 @@ def main() -> None:
     else:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     if watch == "group":
-        # Its orders ended. Where that is because the parent died, the leader may end before its watch acts, and
-        # nobody else would end the others.
+        # Its orders ended. Where that is because the parent died, the leader may end before its watch acts,
+        # and nobody else would end the others.
         os.killpg(0, signal.SIGKILL)
 
 

@@ -127,7 +127,7 @@ class AssistantMessage(msgspec.Struct, frozen=True):
     tool_calls: list[CallPart] | UnsetType = UNSET
 
 
-class Delta(msgspec.Struct, frozen=True):
+class ChatDelta(msgspec.Struct, frozen=True):
     """What a chunk adds to a choice."""
 
     role: Literal["assistant"] | UnsetType = UNSET
@@ -140,7 +140,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     message: AssistantMessage | UnsetType = UNSET
-    delta: Delta | UnsetType = UNSET
+    delta: ChatDelta | UnsetType = UNSET
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType = UNSET

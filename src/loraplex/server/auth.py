@@ -35,7 +35,7 @@ _log: Final = logging.getLogger(__name__)
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 
-class Role(StrEnum):
+class KeyRole(StrEnum):
     """user: generates and lists. admin: also changes the adapters of its tenant."""
 
     USER = "user"
@@ -47,14 +47,14 @@ class Caller:
     """Who calls. tenant: empty for nobody known, whose role permits nothing."""
 
     tenant: str
-    role: Role
+    role: KeyRole
 
     @property
     def operator(self) -> bool:
         """Whether this is who runs the server: the admin of the tenant `default`, whose adapters all
         may use.
         """
-        return self.role is Role.ADMIN and self.tenant == DEFAULT_TENANT
+        return self.role is KeyRole.ADMIN and self.tenant == DEFAULT_TENANT
 
     @property
     def name(self) -> str:
@@ -63,18 +63,18 @@ class Caller:
 
     def require_admin(self) -> None:
         """Raise `forbidden` for other roles."""
-        if self.role is not Role.ADMIN:
+        if self.role is not KeyRole.ADMIN:
             raise CallerError(ErrorCode.FORBIDDEN, "changing adapters needs a key with the role admin")
 
 
-NOBODY: Final = Caller("", Role.USER)
+NOBODY: Final = Caller("", KeyRole.USER)
 """Whoever was not asked for a key, or had none that is known."""
 
 
 class _KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
     tenant: str
-    role: Role = Role.USER
+    role: KeyRole = KeyRole.USER
 
 
 class KeyRing:
@@ -96,7 +96,7 @@ class KeyRing:
         nobody's to guess.
         """
         if not self._callers:
-            return Caller(DEFAULT_TENANT, Role.ADMIN)
+            return Caller(DEFAULT_TENANT, KeyRole.ADMIN)
         scheme, _, key = (authorization[0] if len(authorization) == 1 else b"").partition(b" ")
         # Digests are compared, not keys: how long a look-up takes says nothing about a key. They are of the
         # key's bytes, as `sha256sum` saw them in the operator's terminal.

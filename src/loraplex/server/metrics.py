@@ -1,6 +1,9 @@
 """Prometheus metrics of a server. Labels are from fixed sets: never an alias, a tenant or anything that a
 caller chose.
 
+Owns what the server counts itself, the figures that it asks the engine for, and the registry; what events say
+is counted in `telemetry/engine_metrics.py`.
+
 Specification: rulings "Promise".
 """
 

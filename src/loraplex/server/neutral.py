@@ -1,7 +1,8 @@
 """Fields that a body may carry though nothing is done with them: what asks for nothing is accepted, all else
 is refused.
 
-Owns the one table of values that ask for nothing, and the mark of fields that have no effect. Specification: interface "HTTP".
+Owns the one table of values that ask for nothing, and the mark of fields that have no effect. Specification:
+interface "HTTP".
 """
 
 from __future__ import annotations

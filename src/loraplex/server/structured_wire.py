@@ -1,5 +1,5 @@
-"""Forms of answers as clients of other servers ask for them, decoded strictly. Specification: interface
-"HTTP".
+"""Forms of answers as clients of other servers ask for them, decoded strictly; `wire.py` holds the rest of a
+request, with OpenAI's `response_format`. Specification: interface "HTTP".
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class _Call:
     image: Image | None
 
 
-class Names:
+class AliasBook:
     """Aliases of one replica and the calls about them. inbox: where messages to the engine go."""
 
     def __init__(self, setup: Setup, injector: Injector, inbox: list[ToEngine]) -> None:

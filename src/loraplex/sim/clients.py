@@ -31,7 +31,7 @@ from loraplex.core.packed import I32
 from loraplex.identity.cache import KeyChain, cache_root, namespace_of
 from loraplex.identity.closure import GRAPH_REVISION
 from loraplex.identity.execution import history_of
-from loraplex.sim.administrator import NO_ROOM, Image, Names, digest
+from loraplex.sim.administrator import NO_ROOM, AliasBook, Image, digest
 from loraplex.sim.faults import BASE, CACHE, VOCAB, Fault, Injector, Operation, Setup
 from loraplex.sim.tokens import expected_tokens
 from loraplex.sim.world import VirtualClock
@@ -89,7 +89,7 @@ class Clients:
         self._prompts = Random(f"{setup.seed}/prompts")
         self._contexts = [self._context() for _ in range(3)]
         self.inbox: list[ToEngine] = []
-        self.names = Names(setup, injector, self.inbox)
+        self.names = AliasBook(setup, injector, self.inbox)
         self.live: dict[str, Ask] = {}
         self.recent: dict[str, Ask] = {}
         self.outcomes: Counter[str] = Counter()

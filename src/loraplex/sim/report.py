@@ -4,10 +4,10 @@ last.
 
 from __future__ import annotations
 
-from loraplex.sim.simulation import Report
+from loraplex.sim.simulation import SimReport
 
 
-def report_lines(report: Report, command: str) -> list[str]:
+def report_lines(report: SimReport, command: str) -> list[str]:
     """Lines to print. command: what runs the same timeline again."""
     setup = {name: value for name, value in report.setup.items() if name != "faults"}
     lines = [

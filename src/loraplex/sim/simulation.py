@@ -43,7 +43,7 @@ class Violation:
 
 
 @dataclass(slots=True)
-class Report:
+class SimReport:
     """What a simulation did. timeline: SHA-256 over every plan, message and event in order."""
 
     seed: int
@@ -141,9 +141,9 @@ class Simulation:
         """Append to the timeline."""
         self._hash.update(len(data).to_bytes(4, "little") + data)
 
-    def run(self, ticks: int) -> Report:
+    def run(self, ticks: int) -> SimReport:
         """A safety phase of `ticks` steps, then a liveness phase; stops at the first violation."""
-        report = Report(self.setup.seed, self.setup.record())
+        report = SimReport(self.setup.seed, self.setup.record())
         try:
             for _ in range(ticks):
                 self.step(quiet=False)
@@ -198,6 +198,6 @@ class Simulation:
         return 2_000 + 4 * work + 200 * self.setup.aliases
 
 
-def simulate(seed: int, ticks: int, *, setup: Setup | None = None) -> Report:
+def simulate(seed: int, ticks: int, *, setup: Setup | None = None) -> SimReport:
     """Run one seed. setup: instead of the one that the seed draws."""
     return Simulation(setup or draw_setup(seed)).run(ticks)

@@ -1,4 +1,4 @@
-"""Prometheus metrics that are computed from the engine's events alone.
+"""Prometheus metrics that are computed from the engine's events alone; the others are in `server/metrics.py`.
 
 Counts go on over a restart of the engine. Labels are from fixed sets: phases, states, codes and finish
 reasons; never an adapter, a tenant or anything that a caller chose. Specification: 0x09K, rulings "Promise".

@@ -40,7 +40,7 @@ class Offer(Candidate):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class VictimChoice:
     """Which adapters go, in order, and how many cached blocks. enough: whether that is all that was
     needed.
     """
@@ -86,7 +86,7 @@ def choose(
     gone: Collection[AdapterEntry] = (),
     over: int = 0,
     cached: bool = False,
-) -> Choice:
+) -> VictimChoice:
     """Victims that make up `pages` and free `count` slots of the directory; where nothing does, all that may
     go towards it.
 
@@ -109,7 +109,7 @@ def choose(
     blocks = sum(offer.kind is PageClass.PREFIX for offer in going)
     enough = beyond.enough and by_pages.enough
     if len(victims) >= count:
-        return Choice(victims, enough, blocks)
+        return VictimChoice(victims, enough, blocks)
     away = {id(entry) for entry in (*victims, *gone)}
     singly = [offer for offer in offers if not offer.adapters[0].size_class] + _of_blocks(state, keep)
     singly = [offer for offer in singly if id(offer.adapters[0]) not in away]
@@ -117,7 +117,7 @@ def choose(
         _ranked(state, singly), 0, held=by_pages.left, floors=floors, count_needed=count - len(victims)
     )
     victims += [offer.adapters[0] for offer in by_count.taken]
-    return Choice(victims, enough and by_count.enough, blocks)
+    return VictimChoice(victims, enough and by_count.enough, blocks)
 
 
 def choose_for_load(state: EngineState, demand: Demand, entry: AdapterEntry, evicting: bool) -> Going | None:

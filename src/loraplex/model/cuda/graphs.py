@@ -22,13 +22,13 @@ from loraplex.model.cuda.heads import GreedyHead
 from loraplex.model.cuda.inputs import KvLengths, StepInputs
 from loraplex.model.cuda.step_attention import BucketAttention, StepAttention
 from loraplex.model.decoder import Decoder
+from loraplex.model.progress import Report
 from loraplex.ops.interface import AdapterOps, NoAdapters
 from loraplex.ops.triton_captured import CapturedOps
 from loraplex.ops.triton_ops import TritonState
 
 OVERLAP_ROWS: Final = 128
 """Rows up to which the shrink runs beside the GEMM; above, after it is as fast."""
-Report = Callable[[str], None]
 
 
 class AdapterWork(Enum):

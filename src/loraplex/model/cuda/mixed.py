@@ -20,10 +20,11 @@ import torch
 
 from loraplex.core.packed import I32
 from loraplex.core.plan import BatchPlan
-from loraplex.model.cuda.graphs import AdapterWork, Report, record
+from loraplex.model.cuda.graphs import AdapterWork, record
 from loraplex.model.cuda.inputs import KvLengths, StepInputs
 from loraplex.model.cuda.step_attention import MixedAttention, StepAttention
 from loraplex.model.decoder import Decoder
+from loraplex.model.progress import Report
 from loraplex.ops.interface import AdapterOps, NoAdapters
 from loraplex.ops.triton_captured import CapturedOps
 from loraplex.ops.triton_ops import TritonState

@@ -43,6 +43,7 @@ from loraplex.model.cuda.mixed import MixedGraphs, row_buckets
 from loraplex.model.cuda.rope_append import RopeAppend, angle_table
 from loraplex.model.cuda.step_attention import StepAttention
 from loraplex.model.decoder import Decoder
+from loraplex.model.progress import Report
 from loraplex.model.runner import MakeExecutor
 from loraplex.model.sampler import Sampler
 from loraplex.model.sampler_cpu import OPTIONS
@@ -59,7 +60,6 @@ _log = logging.getLogger(__name__)
 RESERVE_BYTES: Final = 4 << 30
 """Device memory that the page pool leaves: graphs, adapter tables, sampling, fragments."""
 CUBLASLT_WORKSPACE_KIB: Final = 32768
-Report = Callable[[str], None]
 """Called with a line of progress."""
 
 

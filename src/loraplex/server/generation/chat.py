@@ -21,8 +21,8 @@ from loraplex.server.answers import (
     CallPart,
     ChatChoice,
     ChatCompletion,
+    ChatDelta,
     ChatLogprobs,
-    Delta,
     event,
 )
 from loraplex.server.chat_wire import read_choice, read_tools, template_messages, texts_of
@@ -172,7 +172,7 @@ def _parameters(call: Call, request: ChatRequest, prompt_tokens: int) -> Samplin
     return params
 
 
-def _delta(piece: Piece) -> Delta:
+def _delta(piece: Piece) -> ChatDelta:
     calls = [
         CallPart(
             CalledFunction(call.arguments, UNSET if call.name is None else call.name),
@@ -183,7 +183,7 @@ def _delta(piece: Piece) -> Delta:
         for call in piece.calls
     ]
     silent = not piece.text and (calls or piece.finish_reason)
-    return Delta(content=UNSET if silent else piece.text, tool_calls=calls or UNSET)
+    return ChatDelta(content=UNSET if silent else piece.text, tool_calls=calls or UNSET)
 
 
 def _message(pieces: Sequence[Piece]) -> AssistantMessage:
@@ -216,7 +216,7 @@ class ChatRendering:
     def opening(self) -> bytes:
         """Each choice opens with its role."""
         return b"".join(
-            self._event(ChatChoice(index=index, delta=Delta(role="assistant", content="")))
+            self._event(ChatChoice(index=index, delta=ChatDelta(role="assistant", content="")))
             for index in range(self._prepared.params.n)
         )
 
