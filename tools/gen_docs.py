@@ -52,14 +52,15 @@ def errors_page(codes: Mapping[Any, Any]) -> str:
 
 METRICS_HEAD = """# Metrics
 
-Generated from `src/loraplex/server/metrics.py` and `src/loraplex/telemetry/engine_metrics.py` by `tools/gen_docs.py`; do not
-edit (`make fix` renews it). `GET /metrics` serves them as Prometheus text. Labels are from fixed sets: never an alias, a
-tenant or anything that a caller chose. A histogram has the series `_bucket`, `_sum` and `_count`.
+Generated from `src/loraplex/server/metrics.py` and `src/loraplex/telemetry/engine_metrics.py` by
+`tools/gen_docs.py`; do not edit (`make fix` renews it). `GET /metrics` serves them as Prometheus text. Labels
+are from fixed sets: never an alias, a tenant or anything that a caller chose. A histogram has the series
+`_bucket`, `_sum` and `_count`.
 """
 
 
 def metrics_page(registry: Any) -> str:
-    """The page for a registry of `prometheus_client`: its metrics by scraped name, in the order of definition."""
+    """The page for a registry of `prometheus_client`: its metrics by scraped name, as they are defined."""
     lines = []
     for collector in registry._collector_to_names:
         for metric in collector.describe():
@@ -72,9 +73,9 @@ def metrics_page(registry: Any) -> str:
 DECISIONS_HEAD = """# Decisions
 
 Generated from the chapters in `docs/decisions/` by `tools/gen_docs.py`; do not edit (`make fix` renews it).
-What was decided, what was rejected, and why. Each figure names its origin; where there is none, the reason is an argument.
-Paths are inside `src/loraplex`, except those that begin with `tests` or `docs`. What the specification leaves open is ruled
-in [rulings](rulings.md).
+What was decided, what was rejected, and why. Each figure names its origin; where there is none, the reason is
+an argument. Paths are inside `src/loraplex`, except those that begin with `tests` or `docs`. What the
+specification leaves open is ruled in [rulings](rulings.md).
 """
 
 

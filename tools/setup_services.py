@@ -21,7 +21,7 @@ def installed() -> bool:
 
 
 def main() -> int:
-    """The process's exit status: 0 also where nothing can be installed, unless continuous integration asks."""
+    """The exit status: 0 also where nothing can be installed, unless continuous integration asks."""
     if installed():
         return 0
     apt = shutil.which("apt-get")

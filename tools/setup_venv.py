@@ -40,7 +40,7 @@ def pin(name: str) -> str:
 
 
 def torch_requirement() -> str:
-    """The torch to ask pip for. LORAPLEX_TORCH replaces it, for instance by a build that pip was pointed to."""
+    """The torch to ask pip for. LORAPLEX_TORCH replaces it, say by a build that pip was pointed to."""
     chosen = os.environ.get("LORAPLEX_TORCH")
     if chosen:
         return chosen

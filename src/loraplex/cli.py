@@ -208,7 +208,8 @@ def verify(
         dtype: element type that the server would use.
         page_tokens: positions in a page, which sets the page's size.
         strict_base: refuse an adapter that names another base, or another revision of it, as its own.
-        manifest: file with a manifest that the adapter must have, as --json printed it, or that of a whole launch.
+        manifest: file with a manifest that the adapter must have, as --json printed it, or that of a whole
+            launch.
         text: whose chat template, end tokens and added tokens the adapter's requests would use.
         as_json: print JSON.
     """

@@ -69,8 +69,8 @@ ToolFormatOption = Annotated[
     tuple[str, ...],
     Parameter(
         negative="",
-        help="hermes, llama3, mistral or json: how calls of tools are written, in place of what the chat template "
-        "shows; ALIAS=FORMAT for one adapter.",
+        help="hermes, llama3, mistral or json: how calls of tools are written, in place of what the chat "
+        "template shows; ALIAS=FORMAT for one adapter.",
     ),
 ]
 DemoOption = Annotated[bool, Parameter(negative="", help="Serve the demo model, SmolLM2-135M-Instruct.")]

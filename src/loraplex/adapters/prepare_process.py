@@ -96,7 +96,7 @@ def _answer(
         return _encode(Failed.of(refusal))
     except LoraplexError as error:
         return _encode(Failed.of(error))
-    except Exception as error:  # noqa: BLE001 - the process's boundary: a preparation ends typed, whatever happens
+    except Exception as error:  # noqa: BLE001 - the process's boundary: it ends typed, whatever happens
         _log.exception("an adapter could not be prepared")
         return _encode(Failed.of(error))
 

@@ -113,4 +113,5 @@ class Artifact:
     def report(self) -> str:
         """The sentence of each load."""
         carried = f", {len(self.carried)} of them equal to the base" if self.carried else ""
-        return f"{self.tensors_applied} of {self.tensors_total} tensors applied{carried}, {len(self.modules)} modules"
+        applied = f"{self.tensors_applied} of {self.tensors_total} tensors applied"
+        return f"{applied}{carried}, {len(self.modules)} modules"

@@ -38,7 +38,8 @@ Bytes = npt.NDArray[np.uint8]
 PICKLE_ADVICE: Final = "load it with PEFT in a place you trust and save it again with save_pretrained"
 _LENGTH_BYTES: Final = 8
 _ITEMSIZE: Final[dict[str, int]] = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2,
+    "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8,
 }  # fmt: skip
 _SERVED: Final[dict[str, Dtype]] = {"F32": Dtype.FLOAT32, "F16": Dtype.FLOAT16, "BF16": Dtype.BFLOAT16}

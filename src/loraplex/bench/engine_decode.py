@@ -76,7 +76,8 @@ CASES: Final = (
     EngineCase(1), EngineCase(64), EngineCase(256),
     EngineCase(1, AdapterMix(1)), EngineCase(8, AdapterMix(8)), EngineCase(64, AdapterMix(1)),
     EngineCase(64, AdapterMix(64)), EngineCase(64, AdapterMix(64, modules=SEVEN)),
-    EngineCase(64, AdapterMix(64, (8, 16, 32, 64))), EngineCase(256, AdapterMix(64)), EngineCase(256, AdapterMix(256)), EngineCase(1, temperature=0.8, top_p=0.95),
+    EngineCase(64, AdapterMix(64, (8, 16, 32, 64))), EngineCase(256, AdapterMix(64)),
+    EngineCase(256, AdapterMix(256)), EngineCase(1, temperature=0.8, top_p=0.95),
     EngineCase(64, temperature=0.8, top_p=0.95), EngineCase(256, temperature=0.8, top_p=0.95),
     EngineCase(64, AdapterMix(64), cold=True),
 )  # fmt: skip
@@ -254,10 +255,20 @@ class DeviceBench:
             self._make_cold()
         engine, vocab = self.built.engine, self.built.base.spec.vocab_size
         sampling = EngineSampling(
-            max_tokens=self.new, temperature=case.temperature, top_p=case.top_p, top_k=0, min_p=0.0, seed=0, repetition_penalty=1.0,
-            presence_penalty=0.0, frequency_penalty=0.0, logit_bias=(), stop_token_ids=(), logprobs=-1,
+            max_tokens=self.new,
+            temperature=case.temperature,
+            top_p=case.top_p,
+            top_k=0,
+            min_p=0.0,
+            seed=0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            logit_bias=(),
+            stop_token_ids=(),
+            logprobs=-1,
             prompt_logprobs=-1,
-        )  # fmt: skip
+        )
         run, open_requests = BatchRun(), case.requests
         for index in range(case.requests):
             self._serial += 1
@@ -368,9 +379,14 @@ def run_device_decode(
     with tempfile.TemporaryDirectory(prefix="loraplex-bench-") as name:
         folder = write_shape(SHAPE, Path(name))
         config = EngineConfig(
-            model=str(folder), images_dir=name, device="cuda", dtype="bfloat16", load_format="dummy",
-            max_model_len=8192, loader="process",
-        )  # fmt: skip
+            model=str(folder),
+            images_dir=name,
+            device="cuda",
+            dtype="bfloat16",
+            load_format="dummy",
+            max_model_len=8192,
+            loader="process",
+        )
         chosen = sorted([CASES[index] for index in only] or CASES, key=lambda case: case.cold)
         bench = DeviceBench(config, PROMPT_TOKENS, NEW_TOKENS, stored=chosen[0].cold)
         startup = time.perf_counter() - started
@@ -393,7 +409,8 @@ def run_device_decode(
         bench.close()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "shape": SHAPE, "dtype": "bfloat16",
-        "device": torch.cuda.get_device_name(), "torch": str(torch.__version__), "triton": version_of("triton"),
+        "device": torch.cuda.get_device_name(), "torch": str(torch.__version__),
+        "triton": version_of("triton"),
         "flashinfer": version_of("flashinfer-python"), "python": platform.python_version(),
         "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "repeats": repeats,
         "copy_bytes_per_s": rate, "startup_s": startup, "rows": rows, "profiles": profiles,

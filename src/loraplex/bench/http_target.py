@@ -48,9 +48,9 @@ from loraplex.server.listen import Listener, Receive, Send
 from loraplex.server.run import serve
 
 CHUNK: Final = (
-    b'data: {"id":"cmpl-0123456789abcdef0123456789abcdef","created":1764500000,"model":"tiny","choices":[{"index":0,'
-    b'"text":"abc","logprobs":null,"finish_reason":null}],"system_fingerprint":"base:abababababababab",'
-    b'"object":"text_completion"}\n\n'
+    b'data: {"id":"cmpl-0123456789abcdef0123456789abcdef","created":1764500000,"model":"tiny",'
+    b'"choices":[{"index":0,"text":"abc","logprobs":null,"finish_reason":null}],'
+    b'"system_fingerprint":"base:abababababababab","object":"text_completion"}\n\n'
 )
 """As long as a chunk of the whole server."""
 VOCAB: Final = 997
@@ -58,7 +58,8 @@ STEPS: Final = "LORAPLEX_BENCH_STEPS"
 BUILDER: Final = "loraplex.bench.http_target:build_fountain"
 _CONFIG: Final = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": 16,
-    "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+    "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "head_dim": 8,
     "max_position_embeddings": 1 << 20, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
     "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "eos_token_id": 2,
 }  # fmt: skip
@@ -135,7 +136,8 @@ class Built:
 def build_fountain(config: EngineConfig, mailbox: Mailbox, clock: Clock, events: EventSink) -> Built:
     """A `Fountain`."""
     info = {
-        "base_abi": "ab" * 32, "dtype": "float32", "vocab_size": VOCAB, "eos_token_ids": [2], "page_tokens": 16,
+        "base_abi": "ab" * 32, "dtype": "float32", "vocab_size": VOCAB, "eos_token_ids": [2],
+        "page_tokens": 16,
         "cache_abi": "cd" * 32, "graph_revision": 1, "prefix_cache": False,
         "max_model_len": 1 << 20, "notes": [],
     }  # fmt: skip

@@ -119,7 +119,8 @@ def _server(options: HttpOptions, model: Path, adapters: Path | None) -> Iterato
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     command = [
-        sys.executable, "-m", "loraplex.cli", "serve", str(model), "--port", str(port), "--device", options.device,
+        sys.executable, "-m", "loraplex.cli", "serve", str(model), "--port", str(port), "--device",
+        options.device,
         "--dtype", options.dtype, "--log-level", "warning", "--drain-s", "0",
     ]  # fmt: skip
     command += ["--max-model-len", "8192", "--load-format", "dummy"] if options.model is None else []

@@ -30,9 +30,12 @@ from loraplex.core.messages import RegisterAdapter
 LLAMA_8B: Final = "llama-3.1-8b"
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "llama-3.1-8b": {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096,
-        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "tie_word_embeddings": False,
         "rope_theta": 500000.0, "torch_dtype": "bfloat16",
         "rope_scaling": {
             "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -14,7 +14,8 @@ RIGHT: Final = 150
 TOP: Final = 40
 BOTTOM: Final = 50
 COLOURS: Final = (
-    "#1b6ca8", "#c8553d", "#3a7d44", "#8e5ea2", "#b8860b", "#444444", "#00868b", "#d87093", "#6b8e23", "#7a5230",
+    "#1b6ca8", "#c8553d", "#3a7d44", "#8e5ea2", "#b8860b", "#444444", "#00868b", "#d87093", "#6b8e23",
+    "#7a5230",
 )  # fmt: skip
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
@@ -27,7 +28,8 @@ def document(charts: Sequence[tuple[str, str, str, Series]]) -> str:
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT * len(charts)}" '
-        f'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>{body}</svg>\n'
+        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
+        f"{body}</svg>\n"
     )
 
 
@@ -60,7 +62,8 @@ def _chart(title: str, x_name: str, y_name: str, series: Series) -> str:
         out.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{10.0**exponent:g}</text>')
     out.append(f'<text x="{LEFT + wide / 2}" y="{HEIGHT - 12}" text-anchor="middle">{escape(x_name)}</text>')
     out.append(
-        f'<text x="14" y="{TOP + high / 2}" transform="rotate(-90 14 {TOP + high / 2})" text-anchor="middle">{escape(y_name)}</text>'
+        f'<text x="14" y="{TOP + high / 2}" transform="rotate(-90 14 {TOP + high / 2})" '
+        f'text-anchor="middle">{escape(y_name)}</text>'
     )
     for index, (name, line) in enumerate(series.items()):
         colour = COLOURS[index % len(COLOURS)]
@@ -68,6 +71,7 @@ def _chart(title: str, x_name: str, y_name: str, series: Series) -> str:
         if path:
             out.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
         out.append(
-            f'<text x="{WIDTH - RIGHT + 10}" y="{TOP + 14 + 16 * index}" fill="{colour}">{escape(name)}</text>'
+            f'<text x="{WIDTH - RIGHT + 10}" y="{TOP + 14 + 16 * index}" '
+            f'fill="{colour}">{escape(name)}</text>'
         )
     return "".join(out)

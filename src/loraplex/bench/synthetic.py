@@ -23,7 +23,8 @@ def write_config(folder: Path, rank: int, alpha: float, modules: Sequence[Module
     folder.mkdir(parents=True)
     targets = [TARGETS[LAYER_MODULES.index(module)] for module in modules]
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "target_modules": targets,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha,
+        "target_modules": targets,
         "bias": "none", "lora_dropout": 0.0, "base_model_name_or_path": None, "inference_mode": True,
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")

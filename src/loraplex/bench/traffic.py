@@ -162,7 +162,10 @@ def _middle(values: Sequence[float]) -> tuple[float, float]:
     return round(float(np.percentile(values, 50)), 2), round(float(np.percentile(values, 99)), 2)
 
 
-HEAD: Final = f"{'case':28} {'tok/s':>8} {'TTFT':>11} {'TPOT':>11} {'longest':>11} {'good':>5} {'req/s':>6} {'server':>6} {'engine':>6}"
+HEAD: Final = (
+    f"{'case':28} {'tok/s':>8} {'TTFT':>11} {'TPOT':>11} {'longest':>11} "
+    f"{'good':>5} {'req/s':>6} {'server':>6} {'engine':>6}"
+)
 
 
 def line(figures: Row) -> str:

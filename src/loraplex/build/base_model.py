@@ -182,5 +182,5 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
-    fields = getattr(type(value), "__dataclass_fields__")  # noqa: B009 - not every value has it to the type checker
+    fields = getattr(type(value), "__dataclass_fields__")  # noqa: B009 - no attribute, says mypy
     return {name: _plain(getattr(value, name)) for name in fields}

@@ -19,7 +19,8 @@ from loraplex.catalog.schema import aliases, artifacts, grants, publications, re
 from loraplex.core.errors import LoraplexError
 
 _JOINED: Final = (
-    aliases.c.namespace, aliases.c.alias, aliases.c.current, aliases.c.last, aliases.c.generation.label("changed"),
+    aliases.c.namespace, aliases.c.alias, aliases.c.current, aliases.c.last,
+    aliases.c.generation.label("changed"),
     revisions.c.generation, revisions.c.semantic, revisions.c.record, revisions.c.seal,
     artifacts.c.record.label("artifact_record"), artifacts.c.seal.label("artifact_seal"),
 )  # fmt: skip

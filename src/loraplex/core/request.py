@@ -64,7 +64,11 @@ class AnswerForm:
     def __post_init__(self) -> None:
         kinds = {"choice": (list, tuple), "regex": str, "json": (Mapping, bool), "grammar": str}
         given = {name: value for name in kinds if (value := getattr(self, name)) is not None}
-        wrong = [name for name, value in given.items() if not isinstance(value, kinds[name])]  # type: ignore[arg-type]
+        wrong = [
+            name
+            for name, value in given.items()
+            if not isinstance(value, kinds[name])  # type: ignore[arg-type]
+        ]
         texts = self.choice if isinstance(self.choice, (list, tuple)) else ()
         if len(given) != 1 or wrong or not all(isinstance(text, str) for text in texts):
             raise _refuse(

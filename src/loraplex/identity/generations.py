@@ -77,7 +77,8 @@ def decode(record: dict[str, str]) -> GenerationVector:
         raise InternalFault(
             ErrorCode.IDENTITY_INVALID, f"a generation vector has {sorted(record)}, expected {sorted(_KINDS)}"
         )
-    return GenerationVector(**{name: _parse(name, text) for name, text in record.items()})  # type: ignore[arg-type]
+    numbers = {name: _parse(name, text) for name, text in record.items()}
+    return GenerationVector(**numbers)  # type: ignore[arg-type]
 
 
 def _parse(name: str, text: str) -> GenerationNumber:

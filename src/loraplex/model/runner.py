@@ -55,7 +55,7 @@ def allocate_pool(
     try:
         if device.type == "cpu":  # in large pages, where the system gives them
             pool = Arena(nbytes).take(nbytes).view(num_pages, page_bytes)
-            pool.zero_()  # the system finds the memory now, and not within the steps that first write to a page
+            pool.zero_()  # the system finds the memory now, not in the steps that first write to a page
         else:
             pool = torch.empty((num_pages, page_bytes), dtype=torch.uint8, device=device)
     except (OSError, OverflowError, RuntimeError) as error:

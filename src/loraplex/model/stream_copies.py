@@ -146,7 +146,7 @@ class StreamCopies:
                         self._move(moving, first, count, buffers[turn])
                     finally:
                         moved[turn] = self._mark()
-                except Exception:  # noqa: BLE001 - the thread's boundary: a copy without checksums is not intact
+                except Exception:  # noqa: BLE001 - the thread's boundary: such a copy is not intact
                     _log.exception("the copy into adapter slot %d failed", moving.copy.slot)
                     moving.failed = True
                 self._given(moving)

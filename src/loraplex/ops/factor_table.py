@@ -139,7 +139,8 @@ class FactorTable:
         self.max_ranks[slot] = entry.ranks.max(axis=0, initial=0)
         self.has_vectors[slot] = bool((entry.flags & (HAS_G | HAS_C)).any())
         pairs: list[tuple[torch.Tensor, np.ndarray]] = [
-            (self.addresses[slot], entry.addresses), (self.vectors[slot], entry.vectors), (self.ranks[slot], entry.ranks),
+            (self.addresses[slot], entry.addresses), (self.vectors[slot], entry.vectors),
+            (self.ranks[slot], entry.ranks),
             (self.flags[slot], entry.flags), (self.scales[slot], entry.scales),
             (self.max_ranks_device[slot], self.max_ranks[slot]),
         ]  # fmt: skip

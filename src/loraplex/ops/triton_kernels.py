@@ -142,8 +142,8 @@ def shrink_kernel(
     x_ptr, pool_ptr, z_ptr, head_ptr, meta_ptr, meta16_ptr, record_ptr, record64_ptr, list_ptr,
     x_stride, record_cap,
     COUNT_AT: tl.constexpr, D_IN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
-    SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr, F32_DOT: tl.constexpr, PDL: tl.constexpr,
-    STAGES: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr, F32_DOT: tl.constexpr,
+    PDL: tl.constexpr, STAGES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Z partials: z[row of Z, split, TILE] = sum over one chunk of d_in of x[row] * a[rank].
 
@@ -330,11 +330,12 @@ def _expand_block(blocks_ptr, blocks16_ptr, block, module, i, BM: tl.constexpr, 
 
 @triton.jit
 def expand_kernel(
-    y_ptr, pool_ptr, pool32_ptr, z_ptr, head_ptr, blocks_ptr, blocks16_ptr, record_ptr, record64_ptr, list_ptr,
-    vector_ptr, y_stride,
+    y_ptr, pool_ptr, pool32_ptr, z_ptr, head_ptr, blocks_ptr, blocks16_ptr, record_ptr, record64_ptr,
+    list_ptr, vector_ptr, y_stride,
     M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, FIRST_MODULE: tl.constexpr, WIDE_AT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, Z_SPLITS: tl.constexpr, GATHER: tl.constexpr,
-    F32_DOT: tl.constexpr, PDL: tl.constexpr, VECTORS: tl.constexpr, TILE: tl.constexpr, MAX_RUN: tl.constexpr,
+    F32_DOT: tl.constexpr, PDL: tl.constexpr, VECTORS: tl.constexpr, TILE: tl.constexpr,
+    MAX_RUN: tl.constexpr,
 ):  # fmt: skip
     """y[row, slice] = g * (y + s * Z B^T) + c.
 

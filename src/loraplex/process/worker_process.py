@@ -82,7 +82,7 @@ def run(parent: Parent, start: WorkerStart) -> int:
             parent.send_bytes(backend.collect())
     except BrokenPipeError:
         return 0
-    except Exception:  # noqa: BLE001 - the process's boundary; what crosses from here on is results, so the log is told
+    except Exception:  # noqa: BLE001 - the process's boundary: only results cross, so the log is told
         _log.exception("the worker could not run a plan")
         return 1
 

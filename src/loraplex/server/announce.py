@@ -59,6 +59,9 @@ def examples(url: str, base_name: str, aliases: Sequence[str], chat: bool) -> li
             f'curl {url}/v1/{path} -H \'content-type: application/json\' \\\n  -d \'{{"model": "{model}", '
             f"{field}}}'"
         ),
-        f'from openai import OpenAI\nclient = OpenAI(base_url="{url}/v1", api_key="none")\nprint(client.{call})',
+        (
+            f'from openai import OpenAI\nclient = OpenAI(base_url="{url}/v1", api_key="none")\n'
+            f"print(client.{call})"
+        ),
         f"loraplex adapters list --url {url}",
     ]

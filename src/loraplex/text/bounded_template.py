@@ -95,7 +95,9 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
         return _Counting(self).visit(super()._parse(source, name, filename))  # type: ignore[no-any-return]
 
-    def call(self, context: jinja2.runtime.Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(  # type: ignore[override]
+        self, context: jinja2.runtime.Context, obj: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
         """A call, of which the arguments and the result are counted."""
         if isinstance(obj, jinja2.runtime.Macro):
             _spend(self.data_chars)

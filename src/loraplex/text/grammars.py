@@ -350,6 +350,6 @@ def load_grammars(
         return NoGrammars("the model names no end-of-sequence token")
     try:
         tokenizer = LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=ends)
-    except Exception as error:  # noqa: BLE001 - a tokenizer that another library serves with must not keep us from it
+    except Exception as error:  # noqa: BLE001 - whatever it is, the base is served without grammars
         return NoGrammars(f"llguidance cannot read the tokenizer: {error}")
     return GuidanceGrammars(tokenizer, vocab_size)

@@ -42,7 +42,8 @@ def count_failure(
 
 
 def _tell_waiting(state: EngineState, entry: AdapterEntry, error: LoraplexError) -> None:
-    text = f"adapter {entry.key[:12]} could not be loaded in {limits.MAX_LOAD_ATTEMPTS} attempts: {error.message}"
+    attempts = f"{limits.MAX_LOAD_ATTEMPTS} attempts"
+    text = f"adapter {entry.key[:12]} could not be loaded in {attempts}: {error.message}"
     for record in list(state.records.values()):
         if record.entry is entry and record.slot < 0:
             endings.end(state, record, error=InternalFault(ErrorCode.ADAPTER_LOAD_FAILED, text))

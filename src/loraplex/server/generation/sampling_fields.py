@@ -12,7 +12,8 @@ from loraplex.core.request import SamplingParams
 from loraplex.server.wire import GenerationFields
 
 _SAME_NAME = (
-    "n", "stop", "seed", "temperature", "top_p", "presence_penalty", "frequency_penalty", "ignore_eos", "min_p",
+    "n", "stop", "seed", "temperature", "top_p", "presence_penalty", "frequency_penalty", "ignore_eos",
+    "min_p",
     "top_k", "repetition_penalty", "alora_fallback", "stop_token_ids", "skip_special_tokens",
     "include_stop_str_in_output",
 )  # fmt: skip
