@@ -44,10 +44,18 @@ def test_serve_understands_the_documented_options(
     assert loraplex(*words.split()).status == 0
     assert served == [
         ServeConfig(
-            model="MODEL", adapters=(("a", "/x"), ("b", "/y")), adapter_dirs=("/d", "/e"), host="::1", port=9000,
-            device="cpu", dtype="float32", pool_gb=1.5, max_model_len=512, load_format="dummy",
+            model="MODEL",
+            adapters=(("a", "/x"), ("b", "/y")),
+            adapter_dirs=("/d", "/e"),
+            host="::1",
+            port=9000,
+            device="cpu",
+            dtype="float32",
+            pool_gb=1.5,
+            max_model_len=512,
+            load_format="dummy",
         )
-    ]  # fmt: skip
+    ]
     assert loraplex("serve", "--demo").status == 0
     assert served[1] == ServeConfig(demo=True)
 

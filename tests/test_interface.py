@@ -37,8 +37,8 @@ def section(title: str) -> str:
 
 
 def commands_in(cell: str) -> list[str]:
-    """`loraplex a b|c` names two commands; what follows in capitals, in parentheses or as an option is what they
-    take.
+    """`loraplex a b|c` names two commands; what follows in capitals, in parentheses or as an option is what
+    they take.
     """
     found = []
     for words in QUOTED.findall(cell):

@@ -285,7 +285,10 @@ def test_rule_holds_and_can_fail(rule: Rule, paths: list[Path], sample: str) -> 
 
 
 def test_a_tidy_sample_breaks_no_rule() -> None:
-    sample = '"""Owns x."""\n\ndef f():\n    try:\n        g(plan.requests.rows[:3])\n    except ValueError:\n        pass\n'
+    sample = (
+        '"""Owns x."""\n\ndef f():\n    try:\n        g(plan.requests.rows[:3])\n'
+        "    except ValueError:\n        pass\n"
+    )
     for rule in (
         long_file,
         long_functions,
@@ -305,7 +308,10 @@ def test_a_tidy_sample_breaks_no_rule() -> None:
 
 BLIND = "def test_x():\n    helper()\n"
 SEEING = "def helper():\n    assert 1\n\ndef append():\n    assert 1\n"
-RIGS = "class Quiet:\n    def check(self):\n        f()\n\nclass Loud(Quiet):\n    def check(self):\n        assert 1\n"
+RIGS = (
+    "class Quiet:\n    def check(self):\n        f()\n\n"
+    "class Loud(Quiet):\n    def check(self):\n        assert 1\n"
+)
 
 
 @pytest.mark.parametrize(

@@ -138,8 +138,12 @@ def test_a_device_check_goes_on_after_a_stage_that_fails_or_hangs(
     assert device_check.main(["--out", str(tmp_path), "all"]) == 1
     found = {row["stage"]: row["result"] for row in json.loads((tmp_path / "summary.json").read_text())}
     assert found == {
-        "fails": "failed (3)", "hangs": "timed out", "writes": "passed", "device": "skipped", "absent": "skipped",
-    }  # fmt: skip
+        "fails": "failed (3)",
+        "hangs": "timed out",
+        "writes": "passed",
+        "device": "skipped",
+        "absent": "skipped",
+    }
     assert json.loads((tmp_path / "writes.json").read_text()) == {"rows": []}
     assert (tmp_path / "hangs.log").exists()
     table = capsys.readouterr().out.splitlines()[-5:]

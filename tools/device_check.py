@@ -81,8 +81,8 @@ JSON: Final = "{json}"
 def sanitizer(tool: str) -> tuple[str, ...]:
     """The program that launches every kernel, under one tool of compute-sanitizer."""
     return (
-        "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "30", "--target-processes", "all",
-        sys.executable, "-m", "tests.gpu.every_kernel",
+        "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "30",
+        "--target-processes", "all", sys.executable, "-m", "tests.gpu.every_kernel",
     )  # fmt: skip
 
 

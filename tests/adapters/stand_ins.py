@@ -68,9 +68,18 @@ class Preparing:
         await self.gate.wait()
         name = key(source)
         return PreparedAdapter(
-            AdapterIdentity(BASE_ABI, artifact(source), name), "lora", (1,), ("q",), 1, 1, 1, 1, 1, "",
+            AdapterIdentity(BASE_ABI, artifact(source), name),
+            "lora",
+            (1,),
+            ("q",),
+            1,
+            1,
+            1,
+            1,
+            1,
+            "",
             RegisterAdapter(0, name, name, 1, ((1, 1),), (0,), 1),
-        )  # fmt: skip
+        )
 
 
 def run(test: Callable[[AdapterService, Engine, Preparing], Awaitable[None]]) -> None:

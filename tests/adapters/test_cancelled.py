@@ -260,8 +260,13 @@ def test_work_is_undone_before_its_commit_and_finished_after_it() -> None:
             change, begun, done = Unbroken(), asyncio.Event(), asyncio.Event()
             seen: list[str] = []
 
-            async def work(change: Unbroken = change, begun: asyncio.Event = begun, done: asyncio.Event = done,
-                           seen: list[str] = seen, commits: bool = commits) -> int:  # fmt: skip
+            async def work(
+                change: Unbroken = change,
+                begun: asyncio.Event = begun,
+                done: asyncio.Event = done,
+                seen: list[str] = seen,
+                commits: bool = commits,
+            ) -> int:
                 if commits:
                     change.commit()
                 begun.set()

@@ -31,12 +31,23 @@ OWN = {"model": "m", "images_dir": "i"}
 @pytest.mark.parametrize(
     ("given", "read"),
     [
-        ("text", ["text"]), ([], []), ([1, 2], [[1, 2]]), ((1, 2), [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]),
-        (["a", [1]], ["a", [1]]), ([[]], [[]]), (range(3), [[0, 1, 2]]), (np.array([1, 2]), [[1, 2]]),
-        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]), (torch.tensor([5]), [[5]]), (torch.tensor([[5], [6]]), [[5], [6]]),
-        ([np.array([1]), torch.tensor([2])], [[1], [2]]), ([np.int64(7), 8], [[7, 8]]), ([-1, 1 << 70], [[-1, 1 << 70]]),
+        ("text", ["text"]),
+        ([], []),
+        ([1, 2], [[1, 2]]),
+        ((1, 2), [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        (["a", [1]], ["a", [1]]),
+        ([[]], [[]]),
+        (range(3), [[0, 1, 2]]),
+        (np.array([1, 2]), [[1, 2]]),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        (torch.tensor([5]), [[5]]),
+        (torch.tensor([[5], [6]]), [[5], [6]]),
+        ([np.array([1]), torch.tensor([2])], [[1], [2]]),
+        ([np.int64(7), 8], [[7, 8]]),
+        ([-1, 1 << 70], [[-1, 1 << 70]]),
     ],
-)  # fmt: skip
+)
 def test_prompts_in_every_form(given: Any, read: list[Any]) -> None:
     found = read_prompts(given)
     assert found == read
@@ -46,11 +57,29 @@ def test_prompts_in_every_form(given: Any, read: list[Any]) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        None, 5, 1.5, b"text", {"a": 1}, {1, 2}, [None], [1.0, 2.0], ["1", 2], [True, False], [[1, 2], 5], [[[1]]],
-        [b"text"], [[1, "2"]], [[1.7]], [[True]], np.array([1.5, 2.5]), np.array(3), torch.tensor([[True]]), ["a", None],
+        None,
+        5,
+        1.5,
+        b"text",
+        {"a": 1},
+        {1, 2},
+        [None],
+        [1.0, 2.0],
+        ["1", 2],
+        [True, False],
+        [[1, 2], 5],
+        [[[1]]],
+        [b"text"],
+        [[1, "2"]],
+        [[1.7]],
+        [[True]],
+        np.array([1.5, 2.5]),
+        np.array(3),
+        torch.tensor([[True]]),
+        ["a", None],
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_what_is_no_prompt_is_refused(given: Any) -> None:
     with pytest.raises(CallerError) as caught:
         read_prompts(given)
@@ -114,11 +143,24 @@ def test_another_type_is_refused_by_name(read: Any, param: str) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("pool_gb", "2"), ("pool_gb", True), ("pool_gb", float("nan")), ("max_model_len", "x"), ("max_model_len", 1.5),
-        ("pipeline_depth", "1"), ("page_tokens", 2.5), ("page_tokens", 0), ("scrub", "no"), ("dtype", torch.float32),
-        ("dtype", None), ("device", "tpu"), ("nonsense", 1), ("images_dir", "x"), ("model", "x"), ("token_budget", 8),
+        ("pool_gb", "2"),
+        ("pool_gb", True),
+        ("pool_gb", float("nan")),
+        ("max_model_len", "x"),
+        ("max_model_len", 1.5),
+        ("pipeline_depth", "1"),
+        ("page_tokens", 2.5),
+        ("page_tokens", 0),
+        ("scrub", "no"),
+        ("dtype", torch.float32),
+        ("dtype", None),
+        ("device", "tpu"),
+        ("nonsense", 1),
+        ("images_dir", "x"),
+        ("model", "x"),
+        ("token_budget", 8),
     ],
-)  # fmt: skip
+)
 def test_an_option_of_another_type_is_refused_by_name(option: str, value: Any) -> None:
     with pytest.raises(CallerError, match=option) as caught:
         engine_config(OWN, {option: value})

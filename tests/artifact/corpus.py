@@ -10,8 +10,12 @@ from tests.artifact.corpus_weights import FILES, HEADERS, TENSORS
 CASES = [
     (group, *case)
     for group, cases in (
-        ("config", config_cases()), ("pair", COMBINATIONS), ("text", TEXTS), ("header", HEADERS), ("tensor", TENSORS),
+        ("config", config_cases()),
+        ("pair", COMBINATIONS),
+        ("text", TEXTS),
+        ("header", HEADERS),
+        ("tensor", TENSORS),
         ("file", FILES),
     )
     for case in cases
-]  # fmt: skip
+]

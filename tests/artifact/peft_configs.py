@@ -41,7 +41,9 @@ LORA: dict[str, LoraConfig] = {
     "pattern": lora(target_modules=r".*\.(q|k)_proj"),
     "pattern with layers": lora(target_modules=r".*layers\.[02]\.mlp\.(gate|up)_proj"),
     "pattern with look-ahead": lora(target_modules=r"^(?!.*layers\.0)(?!lm_head).*_proj$"),
-    "pattern, lazy": lora(target_modules=r"(?:.*?self_attn.*?(?:q_proj|v_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.mlp\.up_proj)"),
+    "pattern, lazy": lora(
+        target_modules=r"(?:.*?self_attn.*?(?:q_proj|v_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.mlp\.up_proj)"
+    ),
     "one layer": lora(layers_to_transform=1),
     "two layers": lora(layers_to_transform=[0, 2]),
     "layers and pattern": lora(layers_to_transform=[1], layers_pattern="layers"),
@@ -72,7 +74,8 @@ LORA: dict[str, LoraConfig] = {
 }  # fmt: skip
 GENERAL: dict[str, tuple[Any, bool, set[Method]]] = {
     "dora": (lora(use_dora=True), False, {Method.LORA, Method.DORA}),
-    "dora rslora all": (lora(use_dora=True, use_rslora=True, target_modules=ALL), False, {Method.RSLORA, Method.DORA}),
+    "dora rslora all": (lora(use_dora=True, use_rslora=True, target_modules=ALL), False,
+    {Method.RSLORA, Method.DORA}),
     "dora over biases": (lora(use_dora=True, target_modules=ALL), True, {Method.LORA, Method.DORA}),
     "dora lm_head": (lora(use_dora=True, target_modules=["lm_head"]), False, {Method.LORA, Method.DORA}),
     "lora_bias": (lora(lora_bias=True), False, {Method.LORA, Method.LORA_BIAS}),
@@ -80,9 +83,14 @@ GENERAL: dict[str, tuple[Any, bool, set[Method]]] = {
     "bias lora_only": (lora(bias="lora_only"), True, {Method.LORA, Method.BITFIT}),
     "bias all": (lora(bias="all"), True, {Method.LORA, Method.BITFIT}),
     "bias all, none there": (lora(bias="all"), False, {Method.LORA}),
-    "dora with bias": (lora(use_dora=True, bias="lora_only"), True, {Method.LORA, Method.DORA, Method.BITFIT}),
-    "ia3": (IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]), False, {Method.IA3}),
-    "ia3 over biases": (IA3Config(target_modules=["k_proj", "o_proj"], feedforward_modules=["o_proj"]), True, {Method.IA3}),
-    "ia3 without feedforward": (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), True, {Method.IA3}),
-    "ia3 patterns": (IA3Config(target_modules=r".*\.(k|down)_proj", feedforward_modules=r".*down_proj"), False, {Method.IA3}),
+    "dora with bias": (lora(use_dora=True, bias="lora_only"), True,
+    {Method.LORA, Method.DORA, Method.BITFIT}),
+    "ia3": (IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    False, {Method.IA3}),
+    "ia3 over biases": (IA3Config(target_modules=["k_proj", "o_proj"], feedforward_modules=["o_proj"]), True,
+    {Method.IA3}),
+    "ia3 without feedforward": (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), True,
+    {Method.IA3}),
+    "ia3 patterns": (IA3Config(target_modules=r".*\.(k|down)_proj", feedforward_modules=r".*down_proj"),
+    False, {Method.IA3}),
 }  # fmt: skip

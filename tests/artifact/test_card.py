@@ -51,12 +51,20 @@ def test_no_card(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "alora_invocation: plain", 'alora_invocation: ""', "alora_invocation: 5", 'alora_invocation: ["a"]',
-        "alora_invocation: null", "alora_invocation:", 'alora_invocation: "open', "alora_invocation: 'single'",
-        f'alora_invocation: "{"x" * (MAX_TEXT_CHARS + 1)}"', 'alora_invocations: "a"', 'alora_: "a"',
+        "alora_invocation: plain",
+        'alora_invocation: ""',
+        "alora_invocation: 5",
+        'alora_invocation: ["a"]',
+        "alora_invocation: null",
+        "alora_invocation:",
+        'alora_invocation: "open',
+        "alora_invocation: 'single'",
+        f'alora_invocation: "{"x" * (MAX_TEXT_CHARS + 1)}"',
+        'alora_invocations: "a"',
+        'alora_: "a"',
         'alora_chat_suffix: "a"\nalora_chat_suffix: "a"',
     ],
-)  # fmt: skip
+)
 def test_malformed(tmp_path: Path, line: str) -> None:
     with pytest.raises(CallerError) as caught:
         card(tmp_path, f"---\n{line}\n---\n")

@@ -66,18 +66,41 @@ def test_names_do_not_change_the_identity(tmp_path: Path, change: Callable[[str]
 @pytest.mark.parametrize(
     "fields",
     [
-        {"lora_dropout": 0.25}, {"inference_mode": False}, {"task_type": None}, {"base_model_name_or_path": "some/base"},
-        {"base_model_name_or_path": None}, {"revision": "main"}, {"fan_in_fan_out": True}, {"peft_version": "0.9.0"},
-        {"init_lora_weights": "gaussian"}, {"init_lora_weights": False}, {"init_lora_weights": None}, {"auto_mapping": {"a": "b"}},
-        {"modules_to_save": None}, {"modules_to_save": []}, {"megatron_core": "megatron.core"}, {"loftq_config": {}},
-        {"eva_config": None}, {"qalora_group_size": 32}, {"layer_replication": None}, {"a_field_of_tomorrow": None},
-        {"another": False}, {"layers_pattern": None}, {"layers_to_transform": []}, {"exclude_modules": []},
-        {"rank_pattern": {"o_proj": 9}}, {"alpha_pattern": {}}, {"lora_alpha": 8.0}, {"rank_pattern": None},
-        {"target_modules": r".*\.self_attn\.[qv]_proj"}, {"target_modules": ["v_proj", "q_proj", "not_here"]},
-        {"r": 9, "rank_pattern": {"proj": 4, "q_proj|v_proj": 4}}, {"lora_alpha": 1, "alpha_pattern": {"[qv]_proj": 8}},
+        {"lora_dropout": 0.25},
+        {"inference_mode": False},
+        {"task_type": None},
+        {"base_model_name_or_path": "some/base"},
+        {"base_model_name_or_path": None},
+        {"revision": "main"},
+        {"fan_in_fan_out": True},
+        {"peft_version": "0.9.0"},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": False},
+        {"init_lora_weights": None},
+        {"auto_mapping": {"a": "b"}},
+        {"modules_to_save": None},
+        {"modules_to_save": []},
+        {"megatron_core": "megatron.core"},
+        {"loftq_config": {}},
+        {"eva_config": None},
+        {"qalora_group_size": 32},
+        {"layer_replication": None},
+        {"a_field_of_tomorrow": None},
+        {"another": False},
+        {"layers_pattern": None},
+        {"layers_to_transform": []},
+        {"exclude_modules": []},
+        {"rank_pattern": {"o_proj": 9}},
+        {"alpha_pattern": {}},
+        {"lora_alpha": 8.0},
+        {"rank_pattern": None},
+        {"target_modules": r".*\.self_attn\.[qv]_proj"},
+        {"target_modules": ["v_proj", "q_proj", "not_here"]},
+        {"r": 9, "rank_pattern": {"proj": 4, "q_proj|v_proj": 4}},
+        {"lora_alpha": 1, "alpha_pattern": {"[qv]_proj": 8}},
     ],
     ids=lambda f: next(iter(f.items())).__repr__()[:40],
-)  # fmt: skip
+)
 def test_what_computes_the_same_has_the_same_identity(tmp_path: Path, fields: dict[str, Any]) -> None:
     plain = identify(load(write_lora(tmp_path / "plain")), BASE)
     assert identify(load(write_lora(tmp_path / "other", **fields)), BASE) == plain
@@ -86,11 +109,14 @@ def test_what_computes_the_same_has_the_same_identity(tmp_path: Path, fields: di
 @pytest.mark.parametrize(
     "fields",
     [
-        {"lora_alpha": 9}, {"lora_alpha": 8.000001}, {"use_rslora": True}, {"alpha_pattern": {"v_proj": 16}},
+        {"lora_alpha": 9},
+        {"lora_alpha": 8.000001},
+        {"use_rslora": True},
+        {"alpha_pattern": {"v_proj": 16}},
         {"alora_invocation_tokens": [1, 2]},
     ],
     ids=lambda f: next(iter(f)),
-)  # fmt: skip
+)
 def test_what_computes_something_else_has_another_identity(tmp_path: Path, fields: dict[str, Any]) -> None:
     plain = identify(load(write_lora(tmp_path / "plain")), BASE)
     other = identify(load(write_lora(tmp_path / "other", **fields)), BASE)
@@ -188,7 +214,8 @@ def test_weights_of_layers_without_an_adapter_are_proven_equal_too(tmp_path: Pat
     )
     assert (
         artifact.report
-        == f"{2 * LAYERS + 2} of {2 * LAYERS + 2} tensors applied, 2 of them equal to the base, {LAYERS} modules"
+        == f"{2 * LAYERS + 2} of {2 * LAYERS + 2} tensors applied, 2 of them equal to the base, "
+        f"{LAYERS} modules"
     )
     edit_tensors(tmp_path, lambda t: {n: v + 1e-3 if "lm_head" in n else v for n, v in t.items()})
     with pytest.raises(CallerError, match=r"lm_head.*merge") as caught:

@@ -19,9 +19,30 @@ from loraplex.core.errors import CallerError
 
 BASE = tiny_base()
 LEAF = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.integers(-2, 70), st.floats(), st.text(max_size=12),
-    st.sampled_from(["q_proj", "v_proj", "all-linear", ".*", "LORA", "IA3", "none", "all", "F32", "BF16", "(", "[", "layers"]),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-2, 70),
+    st.floats(),
+    st.text(max_size=12),
+    st.sampled_from(
+        [
+            "q_proj",
+            "v_proj",
+            "all-linear",
+            ".*",
+            "LORA",
+            "IA3",
+            "none",
+            "all",
+            "F32",
+            "BF16",
+            "(",
+            "[",
+            "layers",
+        ]
+    ),
+)
 VALUE = st.recursive(
     LEAF,
     lambda v: st.one_of(st.lists(v, max_size=4), st.dictionaries(st.text(max_size=8), v, max_size=3)),

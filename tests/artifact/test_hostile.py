@@ -102,10 +102,13 @@ def test_as_many_patterns_as_are_read_take_few_steps(monkeypatch: pytest.MonkeyP
 def test_a_plain_pattern_keeps_its_place_among_others() -> None:
     config = decode_config(
         {
-            "peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-linear",
+            "peft_type": "LORA",
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": "all-linear",
             "rank_pattern": {r"layers\.1\..*": 9, "self_attn.q_proj": 5, "self_attn_q_proj": 7, ".*proj": 6},
         }
-    )  # fmt: skip
+    )
     selector = Selector(config)
     ranks = {module.name: selector.rank(module) for module in tiny_base().modules()}
     assert ranks["model.layers.1.self_attn.q_proj"] == 9

@@ -143,7 +143,8 @@ def test_messages_name_what_is_missing_or_wrong(tmp_path: Path) -> None:
         (header(lambda _: {}), MALFORMED, "holds no tensor"),
         (raw(lambda t: t[:8] + b" " + t[9:]), MALFORMED, "expected an opening brace"),
         ({name: mutate for name, mutate, _ in FILES}["tensor in two shards"], MALFORMED, "lies in"),
-        (shards(lambda _: None, lambda f: (f / INDEX).write_text("{" + " " * (5 << 20))), MALFORMED, "is larger than"),
+        (shards(lambda _: None, lambda f: (f / INDEX).write_text("{" + " " * (5 << 20))), MALFORMED,
+        "is larger than"),
     ]  # fmt: skip
     for index, (mutate, code, words) in enumerate(cases):
         folder = write_lora(tmp_path / str(index))

@@ -25,12 +25,44 @@ from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.limits import MAX_PATTERN_STEPS
 
 MODULES = list(tiny_base(layers=12).modules())
-PARTS = ["model", "layers", "self_attn", "mlp", "q_proj", "k_proj", "v_proj", "proj", "0", "1", "11", "lm_head", "embed_tokens", "x"]  # fmt: skip
+PARTS = ["model", "layers", "self_attn", "mlp", "q_proj", "k_proj", "v_proj", "proj", "0", "1", "11",
+"lm_head", "embed_tokens", "x"]  # fmt: skip
 NAME = st.lists(st.sampled_from(PARTS), min_size=1, max_size=4).map(".".join)
 PIECE = st.sampled_from(
-    [*PARTS, r"\.", ".", ".*", ".*?", ".+", "(q|k)", "(?:q|v)_proj", "[qkv]", "[^.]+", r"\d+", r"\d", "_proj", "?", "*",
-     "$", "^", "(?!.*mlp)", "(?=model)", r"\b", r"\w+", "{2}", "{1,}", "{0,2}", "|", "(", ")", "(?<=q)", "(?<!mlp.)", "[a-z]*", r"\S"]
-)  # fmt: skip
+    [
+        *PARTS,
+        r"\.",
+        ".",
+        ".*",
+        ".*?",
+        ".+",
+        "(q|k)",
+        "(?:q|v)_proj",
+        "[qkv]",
+        "[^.]+",
+        r"\d+",
+        r"\d",
+        "_proj",
+        "?",
+        "*",
+        "$",
+        "^",
+        "(?!.*mlp)",
+        "(?=model)",
+        r"\b",
+        r"\w+",
+        "{2}",
+        "{1,}",
+        "{0,2}",
+        "|",
+        "(",
+        ")",
+        "(?<=q)",
+        "(?<!mlp.)",
+        "[a-z]*",
+        r"\S",
+    ]
+)
 PATTERN = st.lists(PIECE, min_size=1, max_size=9).map("".join)
 
 
@@ -71,7 +103,20 @@ def test_patterns_that_run_away_elsewhere_do_not_here(pattern: str, text: str, e
     assert compile_pattern(pattern).fullmatch(text, StepBudget()) is expected
 
 
-@pytest.mark.parametrize("pattern", ["(?i)q", "(?i:q)", r"(q)\1", "(?P<a>q)(?P=a)", "(?>q+)", "q++", "(a)(?(1)b|c)", "x" * 20_000, "(" * 5_000 + ")" * 5_000])  # fmt: skip
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(?i)q",
+        "(?i:q)",
+        r"(q)\1",
+        "(?P<a>q)(?P=a)",
+        "(?>q+)",
+        "q++",
+        "(a)(?(1)b|c)",
+        "x" * 20_000,
+        "(" * 5_000 + ")" * 5_000,
+    ],
+)
 def test_patterns_that_are_not_read(pattern: str) -> None:
     with pytest.raises(PatternError):
         compile_pattern(pattern)
@@ -171,7 +216,10 @@ def test_every_field_of_peft_is_classified_once(config: type) -> None:
         assert 1 <= len(places) <= allowed, field.name
 
 
-@pytest.mark.parametrize("config", [LoraConfig(target_modules=["q_proj"]), IA3Config(target_modules=["k_proj"], feedforward_modules=[])])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [LoraConfig(target_modules=["q_proj"]), IA3Config(target_modules=["k_proj"], feedforward_modules=[])],
+)
 def test_every_default_of_peft_is_accepted(config: Any) -> None:
     record = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
     record["peft_type"] = record["peft_type"].value

@@ -130,9 +130,11 @@ def test_what_differs_from_the_base_is_said(tmp_path: Path) -> None:
     )
     facts = BaseFacts(FACTS.names, token_ids=60, companions=theirs)
     folder = put(
-        write_lora(tmp_path), template="t", generation_config={"eos_token_id": 2},
+        write_lora(tmp_path),
+        template="t",
+        generation_config={"eos_token_id": 2},
         tokenizer_config={"eos_token": "</s>", "added_tokens_decoder": {"2": {"content": "</s>"}}},
-    )  # fmt: skip
+    )
     assert notes(folder, facts) == []
     put(folder, template="other")
     assert notes(folder, facts) == [NoteKind.CHAT_TEMPLATE]
@@ -142,8 +144,11 @@ def test_what_differs_from_the_base_is_said(tmp_path: Path) -> None:
     put(folder, tokenizer_config={"eos_token": "<|im_end|>"})
     artifact = load_adapter(folder, tiny_base(), facts=facts)
     assert [note.kind for note in artifact.notes] == [
-        NoteKind.END_TOKENS, NoteKind.ADDED_TOKENS, NoteKind.ADDED_TOKENS, NoteKind.MASKED_TOKENS,
-    ]  # fmt: skip
+        NoteKind.END_TOKENS,
+        NoteKind.ADDED_TOKENS,
+        NoteKind.ADDED_TOKENS,
+        NoteKind.MASKED_TOKENS,
+    ]
     text = " / ".join(note.message for note in artifact.notes)
     assert '"<|im_end|>"' in text
     assert '"<x>" (61), "<y>" (64)' in text

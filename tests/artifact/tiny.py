@@ -34,7 +34,8 @@ def _model(bias: bool) -> LlamaForCausalLM:
         head_dim=HEAD_DIM,
         attention_bias=bias,
         tie_word_embeddings=False,
-        initializer_range=0.1,  # weights that matter: with the usual small ones an adapter hardly shows in the logits
+        # Weights that matter: with the usual small ones an adapter hardly shows in the logits.
+        initializer_range=0.1,
     )
     model = LlamaForCausalLM(config).eval()
     for name, parameter in model.named_parameters():
@@ -106,7 +107,8 @@ def write_lora(folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config: dict[str, Any] = {
         "peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none",
-        "lora_dropout": 0.0, "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True,
+        "lora_dropout": 0.0, "task_type": "CAUSAL_LM", "base_model_name_or_path": None,
+        "inference_mode": True,
     }  # fmt: skip
     config.update(changes)
     (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -38,15 +38,28 @@ def test_rows_of_both_engines(
     out = tmp_path / "decode.json"
     with pytest.raises(SystemExit) as ended:
         cli.main(
-            ["bench", "decode", str(base), "--adapter", f"a={adapter}", "--dtype", "float32", "--repeats", "1",
-             "--json", str(out)]
-        )  # fmt: skip
+            [
+                "bench",
+                "decode",
+                str(base),
+                "--adapter",
+                f"a={adapter}",
+                "--dtype",
+                "float32",
+                "--repeats",
+                "1",
+                "--json",
+                str(out),
+            ]
+        )
     assert ended.value.code == 0
     rows = json.loads(out.read_text())["rows"]
     assert {row["engine"] for row in rows} == {"loraplex", "transformers + PEFT"}
     assert [row["case"] for row in rows if row["engine"] == "loraplex"] == [
-        "1 x base", "8 x base", "8 over 1 adapter",
-    ]  # fmt: skip
+        "1 x base",
+        "8 x base",
+        "8 over 1 adapter",
+    ]
     assert all(row["tokens_per_s"] > 0 for row in rows)
     assert "8 over 1 adapter" in capsys.readouterr().out
 
@@ -132,7 +145,8 @@ def test_a_measurement_that_is_ended_leaves_no_process_of_a_peer(
     path = os.pathsep.join((str(ROOT / "src"), str(vllm)))
     with subprocess.Popen(
         [sys.executable, "-m", "loraplex.cli", *words],
-        # A shell that starts the tests in the background leaves interrupts ignored, and children inherit that.
+        # A shell that starts the tests in the background leaves interrupts ignored, and children inherit
+        # that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,

@@ -18,9 +18,14 @@ from loraplex.core.layout import page_checksum
 from loraplex.core.messages import Inspect
 
 TINY = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
 
 
 def test_rows_of_base_and_adapters(tmp_path: Path) -> None:
@@ -53,9 +58,14 @@ def test_rows_of_base_and_adapters(tmp_path: Path) -> None:
 def test_cold_adapters_come_from_their_files_in_every_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**model_shapes.SHAPES["llama-3.1-8b"], **TINY}))
     config = EngineConfig(
-        model=str(tmp_path), images_dir=str(tmp_path / "images"), dtype="float32", load_format="dummy", pool_gb=0.05,
-        loader="process", host_gb=0.05,
-    )  # fmt: skip
+        model=str(tmp_path),
+        images_dir=str(tmp_path / "images"),
+        dtype="float32",
+        load_format="dummy",
+        pool_gb=0.05,
+        loader="process",
+        host_gb=0.05,
+    )
     bench = DeviceBench(config, prompt=5, new=4, stored=True)
     row = bench.measure(EngineCase(3, AdapterMix(3), cold=True), 2, 1e9)
     assert row.case == "3 over 3, rank 16, q,k,v,o, all cold"

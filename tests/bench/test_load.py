@@ -19,9 +19,28 @@ def test_stages_and_latencies(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     out = tmp_path / "load.json"
     with pytest.raises(SystemExit) as ended:
         cli.main(
-            ["bench", "load", str(tmp_path / "base"), "--dtype", "float32", "--ranks", "2", "--repeats", "1",
-             "--cold", "6", "--running", "2", "--burst", "5", "--pool-gb", "0.05", "--json", str(out)]
-        )  # fmt: skip
+            [
+                "bench",
+                "load",
+                str(tmp_path / "base"),
+                "--dtype",
+                "float32",
+                "--ranks",
+                "2",
+                "--repeats",
+                "1",
+                "--cold",
+                "6",
+                "--running",
+                "2",
+                "--burst",
+                "5",
+                "--pool-gb",
+                "0.05",
+                "--json",
+                str(out),
+            ]
+        )
     assert ended.value.code == 0
     record = json.loads(out.read_text())
     assert [row["stage"] for row in record["stages"]] == list(STAGES) * 2

@@ -51,9 +51,23 @@ def test_the_command_writes_rows_and_a_chart(tmp_path: Path, capsys: pytest.Capt
     out, chart = tmp_path / "ops.json", tmp_path / "ops.svg"
     with pytest.raises(SystemExit) as ended:
         cli.main(
-            ["bench", "ops", "--batch", "2", "--rank", "4", "--family", "segmented", "--repeats", "1",
-             "--json", str(out), "--plot", str(chart)]
-        )  # fmt: skip
+            [
+                "bench",
+                "ops",
+                "--batch",
+                "2",
+                "--rank",
+                "4",
+                "--family",
+                "segmented",
+                "--repeats",
+                "1",
+                "--json",
+                str(out),
+                "--plot",
+                str(chart),
+            ]
+        )
     assert ended.value.code == 0
     record = json.loads(out.read_text())
     assert [row["workload"] for row in record["rows"]] == ["distinct", "uniform", "skewed", "identical"]
@@ -85,9 +99,14 @@ def test_operands_are_walked_through_before_they_come_round(monkeypatch: pytest.
     """Factors, inputs and outputs of many layers, and as many weights as a cache does not hold."""
     monkeypatch.setattr(operators, "CACHE_BYTES", {"cpu": 8_000})
     options = OpOptions(
-        dtype="float32", batches=(2,), ranks=((2,),), workloads=("identical",), shapes=((24, 40),), repeats=1,
+        dtype="float32",
+        batches=(2,),
+        ranks=((2,),),
+        workloads=("identical",),
+        shapes=((24, 40),),
+        repeats=1,
         families=("segmented",),
-    )  # fmt: skip
+    )
     walked: list[operators.Problem] = []
     problem = operators._problem
     monkeypatch.setattr(operators, "_problem", lambda *args: walked.append(problem(*args)) or walked[-1])

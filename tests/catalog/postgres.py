@@ -53,14 +53,40 @@ def running() -> Iterator[str]:
             shutil.chown(home, user)
         common = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "cwd": "/", **options}
         subprocess.run(
-            [folder / "initdb", "-D", data, "-U", "loraplex", "-A", "trust", "--no-sync", "--locale=C", "-E", "UTF8"],
-            check=True, **common,
-        )  # fmt: skip
-        server = subprocess.Popen(
-            [folder / "postgres", "-D", data, "-k", home, "-c", "listen_addresses=", "-c", "fsync=off",
-             "-c", "max_connections=40", "-c", "shared_buffers=16MB"],
+            [
+                folder / "initdb",
+                "-D",
+                data,
+                "-U",
+                "loraplex",
+                "-A",
+                "trust",
+                "--no-sync",
+                "--locale=C",
+                "-E",
+                "UTF8",
+            ],
+            check=True,
             **common,
-        )  # fmt: skip
+        )
+        server = subprocess.Popen(
+            [
+                folder / "postgres",
+                "-D",
+                data,
+                "-k",
+                home,
+                "-c",
+                "listen_addresses=",
+                "-c",
+                "fsync=off",
+                "-c",
+                "max_connections=40",
+                "-c",
+                "shared_buffers=16MB",
+            ],
+            **common,
+        )
         url = f"postgresql://loraplex@/postgres?host={home}"
         try:
             _until_up(server, home)

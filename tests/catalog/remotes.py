@@ -33,8 +33,11 @@ def s3_server() -> Iterator[str]:
 def s3_environment(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     """What an operator sets so that the server finds its object store."""
     for name, value in (
-        ("AWS_ENDPOINT_URL", url), ("AWS_ACCESS_KEY_ID", "key"), ("AWS_SECRET_ACCESS_KEY", "secret"), ("AWS_REGION", "us-east-1"),
-    ):  # fmt: skip
+        ("AWS_ENDPOINT_URL", url),
+        ("AWS_ACCESS_KEY_ID", "key"),
+        ("AWS_SECRET_ACCESS_KEY", "secret"),
+        ("AWS_REGION", "us-east-1"),
+    ):
         monkeypatch.setenv(name, value)
 
 

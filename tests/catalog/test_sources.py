@@ -43,19 +43,43 @@ def test_sources_that_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("source", "code"),
     [
-        ("", MISSING), ("a\0b", MISSING), ("/" * 5000, MISSING), ("s3://", MISSING), ("s3:///a", MISSING),
-        ("s3://b/../c", MISSING), ("s3://b/a?versionId=1", MISSING), ("https://user@host/a", MISSING),
-        ("s3://b/a b", MISSING), ("https://host/a#b", MISSING), ("ftp://host/a", UNSUPPORTED),
-        ("file:///etc", UNSUPPORTED), ("s3a://b/a", UNSUPPORTED), ("://x", UNSUPPORTED), ("memory://x", UNSUPPORTED),
-        ("hf://owner/name", UNPINNED), ("hf://owner/name@main", UNPINNED), ("hf://owner/name@v1.0", UNPINNED),
-        (f"hf://owner/name@{COMMIT[:7]}", UNPINNED), (f"hf://owner/name@{COMMIT.upper()}", UNPINNED),
-        ("https://host/a/%2e%2e/b", MISSING), ("https://host/a/.%2E/b", MISSING), ("s3://b/a/%2e%2e/c", MISSING),
-        ("https://host/a/..\\b", MISSING), ("https://host/a\\b", MISSING), ("https://host/a/%5c../b", MISSING),
-        ("https://host/a/%252e%252e/b", MISSING), ("https://host/a/%2525252e./b", MISSING), ("https://host/a%2fb", MISSING),
-        ("https://host/./a", MISSING), (f"hf://owner/..@{COMMIT}", MISSING), (f"hf://../name@{COMMIT}", MISSING),
-        (f"hf://name@{COMMIT}", MISSING), (f"hf://owner/name@{COMMIT}/../x", MISSING), (f"hf://o/n/x@{COMMIT}", MISSING),
+        ("", MISSING),
+        ("a\0b", MISSING),
+        ("/" * 5000, MISSING),
+        ("s3://", MISSING),
+        ("s3:///a", MISSING),
+        ("s3://b/../c", MISSING),
+        ("s3://b/a?versionId=1", MISSING),
+        ("https://user@host/a", MISSING),
+        ("s3://b/a b", MISSING),
+        ("https://host/a#b", MISSING),
+        ("ftp://host/a", UNSUPPORTED),
+        ("file:///etc", UNSUPPORTED),
+        ("s3a://b/a", UNSUPPORTED),
+        ("://x", UNSUPPORTED),
+        ("memory://x", UNSUPPORTED),
+        ("hf://owner/name", UNPINNED),
+        ("hf://owner/name@main", UNPINNED),
+        ("hf://owner/name@v1.0", UNPINNED),
+        (f"hf://owner/name@{COMMIT[:7]}", UNPINNED),
+        (f"hf://owner/name@{COMMIT.upper()}", UNPINNED),
+        ("https://host/a/%2e%2e/b", MISSING),
+        ("https://host/a/.%2E/b", MISSING),
+        ("s3://b/a/%2e%2e/c", MISSING),
+        ("https://host/a/..\\b", MISSING),
+        ("https://host/a\\b", MISSING),
+        ("https://host/a/%5c../b", MISSING),
+        ("https://host/a/%252e%252e/b", MISSING),
+        ("https://host/a/%2525252e./b", MISSING),
+        ("https://host/a%2fb", MISSING),
+        ("https://host/./a", MISSING),
+        (f"hf://owner/..@{COMMIT}", MISSING),
+        (f"hf://../name@{COMMIT}", MISSING),
+        (f"hf://name@{COMMIT}", MISSING),
+        (f"hf://owner/name@{COMMIT}/../x", MISSING),
+        (f"hf://o/n/x@{COMMIT}", MISSING),
     ],
-)  # fmt: skip
+)
 def test_sources_that_are_refused(source: str, code: ErrorCode) -> None:
     assert code_of(source) is code
 
@@ -79,9 +103,21 @@ def test_local_paths_stay_inside_the_roots(tmp_path: Path) -> None:
         root / "nothing"
     )  # the load says that it is not there
     for source in (
-        str(outside), str(root / "link-out"), f"{inside}/../../outside", f"{root}/a/../a", "root/a", "a", "", ".",
-        "/", "/etc", f"{root}-evil/a", f"{inside}\0", "/dev/zero", "/proc/self/root",
-    ):  # fmt: skip
+        str(outside),
+        str(root / "link-out"),
+        f"{inside}/../../outside",
+        f"{root}/a/../a",
+        "root/a",
+        "a",
+        "",
+        ".",
+        "/",
+        "/etc",
+        f"{root}-evil/a",
+        f"{inside}\0",
+        "/dev/zero",
+        "/proc/self/root",
+    ):
         assert code_of(source, roots) in (FORBIDDEN, MISSING), source
     assert code_of(str(inside), []) is FORBIDDEN
     assert code_of(str(inside), ["s3://bucket"]) is FORBIDDEN
@@ -160,9 +196,12 @@ def test_remote_sources_need_a_prefix_where_one_is_given_or_where_it_is_the_web(
     assert permitted("s3://bucket/team/a", ["s3://bucket/team/"]) == "s3://bucket/team/a"
     assert permitted("https://host/adapters/a", ["https://host/adapters"]) == "https://host/adapters/a"
     for source, roots in (
-        ("http://169.254.169.254/latest", ["/local"]), ("https://host/a", ["https://other", "s3://host"]),
-        ("s3://bucket/teams/a", ["s3://bucket/team"]), ("s3://other/team/a", ["s3://bucket/team"]),
-        ("https://host.evil/adapters/a", ["https://host"]), ("http://host/adapters/a", ["https://host/adapters"]),
+        ("http://169.254.169.254/latest", ["/local"]),
+        ("https://host/a", ["https://other", "s3://host"]),
+        ("s3://bucket/teams/a", ["s3://bucket/team"]),
+        ("s3://other/team/a", ["s3://bucket/team"]),
+        ("https://host.evil/adapters/a", ["https://host"]),
+        ("http://host/adapters/a", ["https://host/adapters"]),
         (hub, ["hf://other"]),
-    ):  # fmt: skip
+    ):
         assert code_of(source, roots) is FORBIDDEN, source

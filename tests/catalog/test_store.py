@@ -62,8 +62,12 @@ def test_numbers_go_on_over_a_tombstone(opened: Opener) -> None:
     assert (new.revision, new.generation) == (4, 5)
     assert [r.revision for r in store.history(named("a"))] == [4, 3, 2, 1]
     assert [(p.generation, p.kind, p.revision) for p in store.publications()] == [
-        (1, RowKind.ADD, 1), (2, RowKind.SWAP, 2), (3, RowKind.SWAP, 3), (4, RowKind.REMOVE, 3), (5, RowKind.ADD, 4),
-    ]  # fmt: skip
+        (1, RowKind.ADD, 1),
+        (2, RowKind.SWAP, 2),
+        (3, RowKind.SWAP, 3),
+        (4, RowKind.REMOVE, 3),
+        (5, RowKind.ADD, 4),
+    ]
 
 
 def test_a_refused_change_leaves_no_trace(opened: Opener) -> None:
@@ -222,9 +226,17 @@ def test_an_earlier_revision_is_named_by_who_may_use_its_alias_and_ends_with_a_r
     view, store = catalog.view, catalog.store
     assert view.superseded("acme", "a@2") == (named("a", "acme"), 2)
     for tenant, name in (
-        ("acme", "a"), ("acme", "a@3"), ("acme", "a@4"), ("acme", "a@0"), ("acme", "a@02"), ("acme", "a@x"),
-        ("acme", "a@" + "1" * 30), ("acme", "b@1"), ("globex", "a@2"), ("globex", "acme/a@2"),
-    ):  # fmt: skip
+        ("acme", "a"),
+        ("acme", "a@3"),
+        ("acme", "a@4"),
+        ("acme", "a@0"),
+        ("acme", "a@02"),
+        ("acme", "a@x"),
+        ("acme", "a@" + "1" * 30),
+        ("acme", "b@1"),
+        ("globex", "a@2"),
+        ("globex", "acme/a@2"),
+    ):
         assert view.superseded(tenant, name) is None, (tenant, name)
     catalog.store.grant(Grant("acme", "a", "globex", (Right.LIST, Right.USE)))
     catalog.refresh()

@@ -59,10 +59,17 @@ def check(
 
 VECTORS = st.sets(st.sampled_from([Factor.H, Factor.G, Factor.C])).map(lambda s: tuple(sorted(s)))
 SHAPES = st.lists(
-    st.tuples(st.integers(0, 3), st.sampled_from(LAYER_MODULES), st.integers(0, 9), st.integers(1, 70), st.integers(1, 70), VECTORS),
+    st.tuples(
+        st.integers(0, 3),
+        st.sampled_from(LAYER_MODULES),
+        st.integers(0, 9),
+        st.integers(1, 70),
+        st.integers(1, 70),
+        VECTORS,
+    ),
     max_size=12,
     unique_by=lambda item: item[:2],
-)  # fmt: skip
+)
 
 
 @given(SHAPES, st.integers(1, 40).map(lambda n: 4 * n), st.sampled_from([2, 4]))

@@ -43,25 +43,43 @@ def i32(*values: Any) -> np.ndarray:
 def valid() -> BatchPlan:
     """0x03B's batch: p1 (b), p0 (a), d0 (a), d1 (base), d2 (c) in packed order, with deltas of every kind."""
     work = Work(
-        slot=i32(0, 1, 2, 3, 4), incarnation=i32(1, 1, 1, 1, 1), adapter_slot=i32(1, 2, 1, 0, 3),
-        adapter_generation=i32(4, 5, 4, 0, 6), kv_start=i32(0, 0, 4, 6, 9), rows=i32(3, 2, 1, 1, 1),
-        frontier=i32(0, 0, 1, 1, 1), decode=np.array([False, False, True, True, True]),
-        samples=np.ones(5, dtype=np.bool_), logprobs=i32(-1, -1, 0, 2, -1), prompt_logprobs=i32(1, -1, -1, -1, -1),
-        tokens=i32(10, 11, 12, 20, 21, -1, 40, -2), targets=i32(11, 12, -1, -1, -1, -1, -1, -1),
-    )  # fmt: skip
+        slot=i32(0, 1, 2, 3, 4),
+        incarnation=i32(1, 1, 1, 1, 1),
+        adapter_slot=i32(1, 2, 1, 0, 3),
+        adapter_generation=i32(4, 5, 4, 0, 6),
+        kv_start=i32(0, 0, 4, 6, 9),
+        rows=i32(3, 2, 1, 1, 1),
+        frontier=i32(0, 0, 1, 1, 1),
+        decode=np.array([False, False, True, True, True]),
+        samples=np.ones(5, dtype=np.bool_),
+        logprobs=i32(-1, -1, 0, 2, -1),
+        prompt_logprobs=i32(1, -1, -1, -1, -1),
+        tokens=i32(10, 11, 12, 20, 21, -1, 40, -2),
+        targets=i32(11, 12, -1, -1, -1, -1, -1, -1),
+    )
     opens = OpenColumns.zeros(2)
     opens.slot[:], opens.incarnation[:], opens.bias[0], opens.history[1] = (0, 1), 1, 1, 2
     copies = CopyColumns.filled(
-        3, digest=range(8), adapter_slot=(4, 3, 2), adapter_generation=(3, 7, 9), pages=(2, 1, 1),
-        size_class=(0, 2, 2), block=(0, 0, 3),
-    )  # fmt: skip
+        3,
+        digest=range(8),
+        adapter_slot=(4, 3, 2),
+        adapter_generation=(3, 7, 9),
+        pages=(2, 1, 1),
+        size_class=(0, 2, 2),
+        block=(0, 0, 3),
+    )
     deltas = Deltas(
-        opens=opens, open_bias=BiasColumns.filled(1, token=7, bias=0), open_history=i32(3, 4),
+        opens=opens,
+        open_bias=BiasColumns.filled(1, token=7, bias=0),
+        open_history=i32(3, 4),
         page_deltas=PageDeltaColumns.filled(2, slot=(0, 1), index=0, page=(9, 10)),
-        copies=copies, copy_pages=i32(20, 21, 22, 22), publishes=adapters((5, 2)), retires=adapters((4, 2)),
+        copies=copies,
+        copy_pages=i32(20, 21, 22, 22),
+        publishes=adapters((5, 2)),
+        retires=adapters((4, 2)),
         scrub_pages=i32(9, 30),
         scrub_blocks=BlockColumns.filled(2, page=(22, 31), size_class=(2, 1), block=1),
-    )  # fmt: skip
+    )
     return build_plan(work, generation=3, reference=2, deltas=deltas)
 
 

@@ -23,17 +23,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]},
     "rslora": {"r": 6, "lora_alpha": 4, "use_rslora": True, "target_modules": ALL},
     "patterns": {
-        "r": 4, "lora_alpha": 8, "target_modules": ALL, "rank_pattern": {"q_proj": 7, "layers.1.mlp.down_proj": 2},
+        "r": 4, "lora_alpha": 8, "target_modules": ALL,
+        "rank_pattern": {"q_proj": 7, "layers.1.mlp.down_proj": 2},
         "alpha_pattern": {"v_proj": 3, "layers.2.self_attn.o_proj": 20},
     },
 }  # fmt: skip
 NAMES = (None, *CONFIGS)
 TINY: dict[str, dict[str, Any]] = {
     f"tiny{index}": {
-        "r": 1, "lora_alpha": 2 + index % 3, "target_modules": [ALL[index % 4]], "layers_to_transform": [index % 3],
+        "r": 1,
+        "lora_alpha": 2 + index % 3,
+        "target_modules": [ALL[index % 4]],
+        "layers_to_transform": [index % 3],
     }
     for index in range(24)
-}  # fmt: skip
+}
 """Rank 1 on one module of one layer: a few hundred bytes each. No two are alike."""
 
 DEVICE = "cpu"
@@ -125,7 +129,9 @@ def check_same(one: Sample, other: Sample, name: str | None, context: Sequence[i
 
 
 def settled_pages(llm: LLM) -> dict[str, int]:
-    """Pages by state, those of cached prefixes among the free ones: nobody holds them, and they go where room is asked for."""
+    """Pages by state, those of cached prefixes among the free ones: nobody holds them, and they go where room
+    is asked for.
+    """
     pages: dict[str, int] = dict(llm.inspect()["pages"])
     pages["free"] += pages.pop("prefix")
     return pages

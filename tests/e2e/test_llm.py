@@ -277,11 +277,26 @@ def test_refusals_are_typed_and_leave_nothing_behind(root: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": -1.0}, {"top_p": 0.0}, {"n": 0}, {"max_tokens": 0}, {"logprobs": -1}, {"temperature": 10**400},
-        {"stop": 5}, {"stop": None}, {"stop": [5]}, {"logit_bias": [1]}, {"logit_bias": None}, {"stop_token_ids": 5},
-        {"stop_token_ids": None}, {"stop_token_ids": "x"}, {"top_k": -2}, {"top_k": True}, {"top_k": 1.0}, {"top_k": None},
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"n": 0},
+        {"max_tokens": 0},
+        {"logprobs": -1},
+        {"temperature": 10**400},
+        {"stop": 5},
+        {"stop": None},
+        {"stop": [5]},
+        {"logit_bias": [1]},
+        {"logit_bias": None},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": None},
+        {"stop_token_ids": "x"},
+        {"top_k": -2},
+        {"top_k": True},
+        {"top_k": 1.0},
+        {"top_k": None},
     ],
-)  # fmt: skip
+)
 def test_bad_sampling_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(CallerError) as caught:
         SamplingParams(**options)

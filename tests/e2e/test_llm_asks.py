@@ -58,8 +58,10 @@ def test_a_stream_grows_to_the_whole_answer_and_may_be_left(llm: LLM) -> None:
     assert counts == sorted(counts)
     assert len(set(counts)) > 1
     assert (seen[-1].token_ids, seen[-1].text, seen[-1].finish_reason) == (
-        whole.token_ids, whole.text, whole.finish_reason,
-    )  # fmt: skip
+        whole.token_ids,
+        whole.text,
+        whole.finish_reason,
+    )
     assert all(whole.token_ids[: len(output.token_ids)] == output.token_ids for output in seen)
     left = llm.stream([5, 6], "own", GREEDY)
     next(left)
@@ -97,9 +99,11 @@ def test_special_tokens_are_shown_where_they_are_not_skipped(llm: LLM) -> None:
 def test_what_is_wrong_is_refused_by_name(llm: LLM) -> None:
     wrong: list[tuple[Any, str]] = [
         (lambda: llm.chat([]), "messages"), (lambda: llm.chat([{"role": "user"}]), "messages"),
-        (lambda: llm.chat("hello"), "messages"), (lambda: llm.generate({"text": "a"}), "prompts"),  # type: ignore[arg-type]
+        (lambda: llm.chat("hello"), "messages"), (lambda: llm.generate({"text": "a"}), "prompts"),
+         # type: ignore[arg-type]
         (lambda: llm.generate({"prompt": 3}), "prompts"),
-        (AnswerForm, "structured_outputs"), (lambda: AnswerForm(regex="a", choice=["b"]), "structured_outputs"),
+        (AnswerForm, "structured_outputs"), (lambda: AnswerForm(regex="a", choice=["b"]),
+        "structured_outputs"),
         (lambda: AnswerForm(regex=3), "structured_outputs"),  # type: ignore[arg-type]
         (lambda: SamplingParams(structured_outputs="a"), "structured_outputs"),  # type: ignore[arg-type]
     ]  # fmt: skip

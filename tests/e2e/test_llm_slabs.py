@@ -31,9 +31,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def test_many_tiny_adapters_share_a_few_pages(root: Path, folders: dict[str, Path]) -> None:
     with LLM(
-        root / "base", folders, dtype="float32", pool_gb=7 * PAGE_BYTES / 2**30, page_tokens=16, scrub=True,
-        max_requests=3, max_model_len=32,
-    ) as llm:  # fmt: skip
+        root / "base",
+        folders,
+        dtype="float32",
+        pool_gb=7 * PAGE_BYTES / 2**30,
+        page_tokens=16,
+        scrub=True,
+        max_requests=3,
+        max_model_len=32,
+    ) as llm:
         names = [None, *TINY]
         for turn in range(2):
             outputs = llm.generate([prompt(3 + i % 5, turn + i) for i in range(len(names))], names, GREEDY)

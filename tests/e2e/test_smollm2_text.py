@@ -85,7 +85,8 @@ def test_masks_over_the_real_vocabulary_lead_to_what_the_schema_says(seed: int) 
     grammars = load_grammars(demo_model(), 49152, codec().eos_token_ids)
     assert isinstance(grammars, GuidanceGrammars)
     schema = {
-        "type": "object", "properties": {"city": {"type": "string", "maxLength": 12}, "n": {"type": "integer"}},
+        "type": "object", "properties": {"city": {"type": "string", "maxLength": 12},
+        "n": {"type": "integer"}},
         "required": ["city", "n"], "additionalProperties": False,
     }  # fmt: skip
     text, rng = schema_grammar(schema), np.random.default_rng(seed)

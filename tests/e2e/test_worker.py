@@ -81,16 +81,29 @@ def test_a_plan_log_replays_to_the_same_results(
     monkeypatch.setattr(PlanLog, "collect", record)
     path, images = tmp_path / "plans", tmp_path / "images"
     with open_llm(
-        root, plan_log=str(path), pipeline_depth=depth, scrub=True, token_budget=16, max_requests=4,
+        root,
+        plan_log=str(path),
+        pipeline_depth=depth,
+        scrub=True,
+        token_budget=16,
+        max_requests=4,
         page_tokens=page_tokens,
-    ) as llm:  # fmt: skip
+    ) as llm:
         outputs = [*llm.generate(PROMPTS, NAMES, GREEDY), *llm.generate(PROMPTS, NAMES, SAMPLED)]
         shutil.copytree(llm._images, images)  # it goes when the LLM closes
         pages = llm.inspect()["pages"]
     config = EngineConfig(
-        model=str(root / "base"), images_dir=str(images), dtype="float32", pool_gb=0.01, page_tokens=page_tokens,
-        pipeline_depth=depth, scrub=True, token_budget=16, max_requests=4, device=device,
-    )  # fmt: skip
+        model=str(root / "base"),
+        images_dir=str(images),
+        dtype="float32",
+        pool_gb=0.01,
+        page_tokens=page_tokens,
+        pipeline_depth=depth,
+        scrub=True,
+        token_budget=16,
+        max_requests=4,
+        device=device,
+    )
     base = describe_model(config)
     sizes = engine_limits(config, base)
     assert sizes.kv.page_bytes == pages["page_bytes"]

@@ -28,8 +28,10 @@ both_depths = pytest.mark.parametrize("depth", [0, 1])
 
 def sampling(**changes: Any) -> EngineSampling:
     fields: dict[str, Any] = {
-        "max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0, "repetition_penalty": 1.0,
-        "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": (), "stop_token_ids": (), "logprobs": -1,
+        "max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": (), "stop_token_ids": (),
+        "logprobs": -1,
         "prompt_logprobs": -1,
     }  # fmt: skip
     return EngineSampling(**{**fields, **changes})
@@ -45,7 +47,8 @@ class Rig:
         self, *, depth: int = 1, pages: int = 33, page_tokens: int = 4, grammars: Any = None, **changes: Any
     ) -> None:
         fields: dict[str, Any] = {
-            "kv": KvShape(1, 1, 1, 4, page_tokens), "num_pages": pages, "max_requests": 8, "max_model_len": 64, "token_budget": 16,
+            "kv": KvShape(1, 1, 1, 4, page_tokens), "num_pages": pages, "max_requests": 8,
+            "max_model_len": 64, "token_budget": 16,
             "vocab_size": VOCAB, "depth": depth, "max_adapter_slots": 8, "growth_horizon": 4, "scrub": True,
             "load_retry_ns": 3000,
         }  # fmt: skip
@@ -75,10 +78,18 @@ class Rig:
         self.invocations[key] = invocation
         self.mailbox.inbox.append(
             RegisterAdapter(
-                self.calls, key, self.kernel_digest(key), pages, ((4, 2),), (0, 1), 1000, size_class,
-                self.execution(key), invocation,
+                self.calls,
+                key,
+                self.kernel_digest(key),
+                pages,
+                ((4, 2),),
+                (0, 1),
+                1000,
+                size_class,
+                self.execution(key),
+                invocation,
             )
-        )  # fmt: skip
+        )
         return self.calls
 
     def keys(
@@ -108,10 +119,17 @@ class Rig:
         keys = self.keys(array, adapter, invoked_at, namespace) if self.limits.prefix_cache else b""
         self.mailbox.inbox.append(
             Submit(
-                name, array.astype("<i4").tobytes(), params, adapter, tenant, grammar=grammar, namespace=namespace,
-                block_keys=keys, invoked_at=invoked_at,
+                name,
+                array.astype("<i4").tobytes(),
+                params,
+                adapter,
+                tenant,
+                grammar=grammar,
+                namespace=namespace,
+                block_keys=keys,
+                invoked_at=invoked_at,
             )
-        )  # fmt: skip
+        )
 
     def step(self) -> bool:
         self.clock.now += 1000

@@ -70,7 +70,8 @@ CALLS: list[tuple[Any, str]] = [
     *[(msgspec.structs.replace(REGISTER, pages=bad), "operator_layout") for bad in (0, -1)],
     (msgspec.structs.replace(REGISTER, pages=33), "adapter_too_large"),
     (msgspec.structs.replace(REGISTER, host_bytes=-1), "operator_layout"),
-    *[(msgspec.structs.replace(REGISTER, ranks=bad), "operator_layout") for bad in (((0, 1),), ((-1, 1),), ((4, 0),))],
+    *[(msgspec.structs.replace(REGISTER, ranks=bad), "operator_layout") for bad in (((0, 1),), ((-1, 1),),
+    ((4, 0),))],
     *[(msgspec.structs.replace(REGISTER, pages=1, size_class=bad), "operator_layout") for bad in (-1, 2, 7)],
     (msgspec.structs.replace(REGISTER, size_class=1), "operator_layout"),
     *[(kind(900, "nobody"), "adapter_not_found")

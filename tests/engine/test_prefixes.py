@@ -181,8 +181,15 @@ def test_what_a_switch_reuses_of_four_tokens(depth: int, first: Any, second: Any
     """0x08J with one token a block, through the running engine; `reused` leaves the last token out."""
     tokens = [11, 12, 99, 100]
     heads, others = named(head=True), named(head=False, count=5)
-    names = {"head": heads[0], "lora a": others[0], "lora b": others[1], "alora a": others[2],
-             "alora b": others[3], "alora c": others[2], None: None}  # fmt: skip
+    names = {
+        "head": heads[0],
+        "lora a": others[0],
+        "lora b": others[1],
+        "alora a": others[2],
+        "alora b": others[3],
+        "alora c": others[2],
+        None: None,
+    }
     rig = rig_of(depth, page_tokens=1)
     for name in (others[0], others[1], heads[0]):
         rig.register(name)
@@ -436,7 +443,8 @@ def test_a_submission_with_wrong_keys_is_refused(name: str) -> None:
 
 
 INVOKED: dict[str, tuple[tuple[int, ...], int]] = {
-    "missing": ((5, 6), -1), "before": ((5, 6), 2), "behind": ((5, 6), 4), "half": ((5, 7), 3), "cut": ((5, 6, 7, 8), 3),
+    "missing": ((5, 6), -1), "before": ((5, 6), 2), "behind": ((5, 6), 4), "half": ((5, 7), 3),
+    "cut": ((5, 6, 7, 8), 3),
     "far": ((5, 6), 1 << 30), "negative": ((5, 6), -5),
 }  # fmt: skip
 

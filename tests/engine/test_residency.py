@@ -250,9 +250,11 @@ def test_random_calls_copies_and_faults_end_in_balance(depth: int, seed: int) ->
     for index in range(80):
         key = keys[int(rng.zipf(1.4)) % len(keys)]
         rig.submit(
-            f"r{index}", prompt(int(rng.integers(1, 16)), seed * 100 + index), key if rng.random() < 0.8 else None,
+            f"r{index}",
+            prompt(int(rng.integers(1, 16)), seed * 100 + index),
+            key if rng.random() < 0.8 else None,
             max_tokens=int(rng.integers(1, 16)),
-        )  # fmt: skip
+        )
         match int(rng.integers(0, 9)):
             case 0:
                 rig.device.held = not rig.device.held

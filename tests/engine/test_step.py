@@ -223,8 +223,12 @@ def test_random_traffic_under_faults(depth: int, seed: int) -> None:
     aborted: set[str] = set()
     for index in range(60):
         adapter = None if rng.random() < 0.3 else keys[int(rng.zipf(1.5)) % len(keys)]
-        rig.submit(f"r{index}", prompt(int(rng.integers(1, 20)), seed * 100 + index), adapter,
-                   max_tokens=int(rng.integers(1, 24)))  # fmt: skip
+        rig.submit(
+            f"r{index}",
+            prompt(int(rng.integers(1, 20)), seed * 100 + index),
+            adapter,
+            max_tokens=int(rng.integers(1, 24)),
+        )
         if rng.random() < 0.2:
             rig.faults.stale_plans.add(rig.engine.state.newest_launch + int(rng.integers(1, 5)))
         if rng.random() < 0.15:

@@ -72,29 +72,66 @@ def launch(artifact: Artifact, *, slot_generation: int = 11, abi: BaseAbi = ABI)
     kernels = kernels_of(artifact, PAGES, Dtype.BFLOAT16, abi.digest, RANKS)
     adapter = adapter_manifest(abi, record, artifact.invocation_tokens, kernels)
     request = RequestBinding(
-        namespace="tenant-a", request_id="req-17", attempt=0, lineage="req-17", base=abi.digest,
-        semantic=adapter.semantic_sha256, policy=digest({"temperature": "0"}),
-    )  # fmt: skip
+        namespace="tenant-a",
+        request_id="req-17",
+        attempt=0,
+        lineage="req-17",
+        base=abi.digest,
+        semantic=adapter.semantic_sha256,
+        policy=digest({"temperature": "0"}),
+    )
     slot = SlotBinding(
-        worker_epoch=1, device="cuda:0", slot=3, slot_generation=slot_generation, pointer_table_generation=5,
-        semantic=adapter.semantic_sha256, kernel=adapter.kernel_sha256[1],
-    )  # fmt: skip
+        worker_epoch=1,
+        device="cuda:0",
+        slot=3,
+        slot_generation=slot_generation,
+        pointer_table_generation=5,
+        semantic=adapter.semantic_sha256,
+        kernel=adapter.kernel_sha256[1],
+    )
     cache = CacheAbi(
-        base=abi.digest, dtype="bfloat16", layout="page-major", page_tokens=16, layers=1, kv_heads=1, head_dim=8,
-        position="rope:default:10000", visibility="causal", shard=(1, 2),
-    )  # fmt: skip
+        base=abi.digest,
+        dtype="bfloat16",
+        layout="page-major",
+        page_tokens=16,
+        layers=1,
+        kv_heads=1,
+        head_dim=8,
+        position="rope:default:10000",
+        visibility="causal",
+        shard=(1, 2),
+    )
     vector = GenerationVector(
-        catalog=CatalogGeneration(2), request=RequestAttempt(0), slot=SlotGeneration(slot_generation),
-        pointer_table=PointerTableGeneration(5), plan=PlanGeneration(40), cache=CacheGeneration(9),
+        catalog=CatalogGeneration(2),
+        request=RequestAttempt(0),
+        slot=SlotGeneration(slot_generation),
+        pointer_table=PointerTableGeneration(5),
+        plan=PlanGeneration(40),
+        cache=CacheGeneration(9),
         rng=RngGeneration(1),
-    )  # fmt: skip
+    )
     manifest = RuntimeManifest(
-        adapter=adapter, request=request, request_sha256=request.digest, slot=slot, slot_sha256=slot.digest, shard=1,
-        cache=cache, cache_sha256=cache.digest, cache_history=(Interval(0, adapter_execution(adapter.semantic_sha256)),), invoked_at=None, graph_revision=1,
-        namespace="tenant-a", prompt_tokens=(5, 6, 7), side_inputs=digest({"side_inputs": []}), prefix_sha256="",
-        generations=generations.encode(vector), observed=generations.encode(vector),
-        row_request_sha256=request.digest, row_slot_sha256=slot.digest, row_kernel_sha256=adapter.kernel_sha256[1],
-    )  # fmt: skip
+        adapter=adapter,
+        request=request,
+        request_sha256=request.digest,
+        slot=slot,
+        slot_sha256=slot.digest,
+        shard=1,
+        cache=cache,
+        cache_sha256=cache.digest,
+        cache_history=(Interval(0, adapter_execution(adapter.semantic_sha256)),),
+        invoked_at=None,
+        graph_revision=1,
+        namespace="tenant-a",
+        prompt_tokens=(5, 6, 7),
+        side_inputs=digest({"side_inputs": []}),
+        prefix_sha256="",
+        generations=generations.encode(vector),
+        observed=generations.encode(vector),
+        row_request_sha256=request.digest,
+        row_slot_sha256=slot.digest,
+        row_kernel_sha256=adapter.kernel_sha256[1],
+    )
     manifest = msgspec.structs.replace(manifest, prefix_sha256=prefix_of(manifest))
     check_runtime_manifest(manifest)
     return manifest
@@ -121,8 +158,10 @@ def doubled(items: list[Any]) -> list[Any]:
 
 
 MUTATIONS: list[tuple[str, Any, ErrorCode]] = [
-    *((f"adapter.base.{name}", other_digest, INVALID) for name in ("weights", "config", "transforms", "target_map")),
-    *((f"adapter.{name}", other_digest, INVALID) for name in ("base_sha256", "artifact_sha256", "activation_sha256", "semantic_sha256")),
+    *((f"adapter.base.{name}", other_digest, INVALID) for name in ("weights", "config", "transforms",
+    "target_map")),
+    *((f"adapter.{name}", other_digest, INVALID) for name in ("base_sha256", "artifact_sha256",
+    "activation_sha256", "semantic_sha256")),
     *((f"adapter.kernel_sha256.{i}", other_digest, INVALID) for i in (0, 1)),
     ("adapter.base.weights", "xyz", INVALID),
     ("adapter.base.weights", DRIFT.upper(), INVALID),
@@ -139,9 +178,11 @@ MUTATIONS: list[tuple[str, Any, ErrorCode]] = [
     ("adapter.invocation_tokens", [], INVALID),
     *((f"{module}.{field}", value, INVALID) for module in (Q, V) for field, value in (
         ("name", "model.layers.0.self_attn.zz_proj"), ("target", "k"), ("base_shape", [8, 16]), ("rank", 3),
-        ("rank", 0), ("alpha", "5"), ("alpha", "x"), ("alpha", "nan"), ("alpha", "4.0"), ("alpha", "0"), ("alpha", 4), ("rule", "alpha"), ("rule", "alpha/sqrt(r)"), ("tensors.0.sha256", other_digest),
+        ("rank", 0), ("alpha", "5"), ("alpha", "x"), ("alpha", "nan"), ("alpha", "4.0"), ("alpha", "0"),
+        ("alpha", 4), ("rule", "alpha"), ("rule", "alpha/sqrt(r)"), ("tensors.0.sha256", other_digest),
         ("tensors.1.sha256", other_digest), ("tensors.0.shape", swapped), ("tensors.0.axes", swapped),
-        ("tensors.0.dtype", "float16"), ("tensors.0.role", "B"), ("tensors.1.role", "A"), ("tensors", swapped),
+        ("tensors.0.dtype", "float16"), ("tensors.0.role", "B"), ("tensors.1.role", "A"),
+        ("tensors", swapped),
         ("tensors", doubled), ("tensors", lambda t: t[:1]), ("tensors.1.shape", [8]), ("extra", 1),
     )),
     (f"{KERNEL}.semantic", other_digest, INVALID),
@@ -239,21 +280,35 @@ def resealed(manifest: RuntimeManifest, **changes: Any) -> RuntimeManifest:
     """A manifest whose digests were made again after the change, so that only the relation is broken."""
     out = msgspec.structs.replace(manifest, **changes)
     out = msgspec.structs.replace(
-        out, cache_sha256=out.cache.digest, request_sha256=out.request.digest, slot_sha256=out.slot.digest,
-        row_request_sha256=out.request.digest, row_slot_sha256=out.slot.digest,
-    )  # fmt: skip
+        out,
+        cache_sha256=out.cache.digest,
+        request_sha256=out.request.digest,
+        slot_sha256=out.slot.digest,
+        row_request_sha256=out.request.digest,
+        row_slot_sha256=out.slot.digest,
+    )
     return msgspec.structs.replace(out, prefix_sha256=prefix_of(out))
 
 
 RELATIONS: list[tuple[str, Callable[[RuntimeManifest], RuntimeManifest], ErrorCode]] = [
-    ("request of another adapter", lambda m: resealed(m, request=msgspec.structs.replace(m.request, semantic=DRIFT)), LEASE),
-    ("request without adapter", lambda m: resealed(m, request=msgspec.structs.replace(m.request, semantic=None)), LEASE),
-    ("request over another base", lambda m: resealed(m, request=msgspec.structs.replace(m.request, base=DRIFT)), LEASE),
-    ("request attempt", lambda m: resealed(m, request=msgspec.structs.replace(m.request, attempt=1)), REQUEST),
-    ("slot holds another adapter", lambda m: resealed(m, slot=msgspec.structs.replace(m.slot, semantic=DRIFT)), LEASE),
-    ("slot holds another shard", lambda m: resealed(m, slot=msgspec.structs.replace(m.slot, kernel=m.adapter.kernel_sha256[0])), LAYOUT),
-    ("slot generation", lambda m: resealed(m, slot=msgspec.structs.replace(m.slot, slot_generation=12)), SLOT),
-    ("pointer table generation", lambda m: resealed(m, slot=msgspec.structs.replace(m.slot, pointer_table_generation=6)), SLOT),
-    ("cache of another adapter", lambda m: resealed(m, cache_history=(Interval(0, adapter_execution(DRIFT)),)), LEASE),
-    ("cache over another base", lambda m: resealed(m, cache=msgspec.structs.replace(m.cache, base=DRIFT)), LEASE),
+    ("request of another adapter", lambda m: resealed(m, request=msgspec.structs.replace(m.request,
+    semantic=DRIFT)), LEASE),
+    ("request without adapter", lambda m: resealed(m, request=msgspec.structs.replace(m.request,
+    semantic=None)), LEASE),
+    ("request over another base", lambda m: resealed(m, request=msgspec.structs.replace(m.request,
+    base=DRIFT)), LEASE),
+    ("request attempt", lambda m: resealed(m, request=msgspec.structs.replace(m.request, attempt=1)),
+    REQUEST),
+    ("slot holds another adapter", lambda m: resealed(m, slot=msgspec.structs.replace(m.slot,
+    semantic=DRIFT)), LEASE),
+    ("slot holds another shard", lambda m: resealed(m, slot=msgspec.structs.replace(m.slot,
+    kernel=m.adapter.kernel_sha256[0])), LAYOUT),
+    ("slot generation", lambda m: resealed(m, slot=msgspec.structs.replace(m.slot, slot_generation=12)),
+    SLOT),
+    ("pointer table generation", lambda m: resealed(m, slot=msgspec.structs.replace(m.slot,
+    pointer_table_generation=6)), SLOT),
+    ("cache of another adapter", lambda m: resealed(m, cache_history=(Interval(0,
+    adapter_execution(DRIFT)),)), LEASE),
+    ("cache over another base", lambda m: resealed(m, cache=msgspec.structs.replace(m.cache, base=DRIFT)),
+    LEASE),
 ]  # fmt: skip

@@ -50,10 +50,20 @@ def live(x: Matrix, slots: list[int], adapters: dict[int, ExactModule]) -> Matri
     ones, flags = np.ones(n, dtype=np.int32), np.ones(n, dtype=np.bool_)
     zero = np.zeros(n, dtype=np.int32)
     work = Work(
-        slot=np.arange(n, dtype=np.int32), incarnation=ones, adapter_slot=np.array(slots, dtype=np.int32),
-        adapter_generation=(np.array(slots) > 0).astype(np.int32), kv_start=zero, rows=ones, frontier=zero, decode=flags,
-        samples=flags, logprobs=zero - 1, prompt_logprobs=zero - 1, tokens=zero, targets=zero - 1,
-    )  # fmt: skip
+        slot=np.arange(n, dtype=np.int32),
+        incarnation=ones,
+        adapter_slot=np.array(slots, dtype=np.int32),
+        adapter_generation=(np.array(slots) > 0).astype(np.int32),
+        kv_start=zero,
+        rows=ones,
+        frontier=zero,
+        decode=flags,
+        samples=flags,
+        logprobs=zero - 1,
+        prompt_logprobs=zero - 1,
+        tokens=zero,
+        targets=zero - 1,
+    )
     plan = build_plan(work, generation=1)
     order = plan.requests.scheduler_index.tolist()
     packed = [x[i] for i in order]

@@ -46,9 +46,14 @@ def scheduler_order_plan_02() -> BatchPlan:
     rows, offsets, slots = group_rows(worked.ADAPTER_IDS_02)
     segment_offsets, segment_adapters = run_boundaries(worked.ADAPTER_IDS_02)
     return dataclasses.replace(
-        plan, requests=requests, group_rows=rows, group_offsets=offsets, group_adapters=slots,
-        segment_offsets=segment_offsets, segment_adapters=segment_adapters,
-    )  # fmt: skip
+        plan,
+        requests=requests,
+        group_rows=rows,
+        group_offsets=offsets,
+        group_adapters=slots,
+        segment_offsets=segment_offsets,
+        segment_adapters=segment_adapters,
+    )
 
 
 def table_of(factors: dict[int, ExactModule], dims: ModuleDims) -> AdapterTable:
@@ -184,8 +189,13 @@ def test_reordered_requests_keep_their_rows(path: str, names: list[str]) -> None
     by_request: dict[str, Matrix] = {}
     for owner, row in zip(owners, exact(y), strict=True):
         by_request.setdefault(owner, []).append(row)
-    assert by_request == {"p1": worked.D_06[:2], "p0": worked.D_06[2:5], "d0": worked.D_06[5:6],
-                          "d1": worked.D_06[6:7], "d2": worked.D_06[7:]}  # fmt: skip
+    assert by_request == {
+        "p1": worked.D_06[:2],
+        "p0": worked.D_06[2:5],
+        "d0": worked.D_06[5:6],
+        "d1": worked.D_06[6:7],
+        "d2": worked.D_06[7:],
+    }
 
 
 def test_padding_is_exact_and_refuses_a_rank_that_does_not_fit() -> None:

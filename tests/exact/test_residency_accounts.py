@@ -120,8 +120,10 @@ class Sixteen:
 
 DEMAND = Demand(
     adapter=page_demand(PageGeometry(Geometry.PAIRED_SLOT, BYTES, width=H, layers=LAYERS), attention(1)),
-    kv_initial=2, kv_growth=2, guard=0,
-)  # fmt: skip
+    kv_initial=2,
+    kv_growth=2,
+    guard=0,
+)
 
 
 def test_sixteen_slot_admission() -> None:
@@ -129,8 +131,10 @@ def test_sixteen_slot_admission() -> None:
     counts = world.pool.counts()
     assert (counts.total, counts.page_bytes, counts.total * counts.page_bytes) == (16, 64, 1024)
     assert (world.slots(world.r0), world.slots(world.a.pages), world.slots(world.b.pages)) == (
-        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11],
-    )  # fmt: skip
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+    )
     assert (DEMAND.required, DEMAND.required * counts.page_bytes) == (8, 512)
     assert admissible(DEMAND, free=4, reclaimable=4)
     assert not admissible(DEMAND, free=4, reclaimable=3)

@@ -134,9 +134,18 @@ def test_a_plan_log_replays_to_the_same_tokens(root: Path, tmp_path: Path, depth
         outputs = [*llm.generate(PROMPTS, NAMES, GREEDY), *llm.generate(PROMPTS, NAMES, sampled)]
         shutil.copytree(llm._images, images)
     config = EngineConfig(
-        model=str(root / "base"), images_dir=str(images), device="cuda", dtype="bfloat16", pool_gb=0.05, load_format="dummy",
-        max_requests=16, token_budget=64, max_model_len=512, scrub=True, pipeline_depth=depth,
-    )  # fmt: skip
+        model=str(root / "base"),
+        images_dir=str(images),
+        device="cuda",
+        dtype="bfloat16",
+        pool_gb=0.05,
+        load_format="dummy",
+        max_requests=16,
+        token_budget=64,
+        max_model_len=512,
+        scrub=True,
+        pipeline_depth=depth,
+    )
     runs = []
     for _ in range(2):
         runner, _, close = make_runner(config, describe_model(config))

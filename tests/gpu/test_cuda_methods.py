@@ -78,9 +78,12 @@ def test_a_mixed_batch_in_half_precision_follows_peft(
     from loraplex.model.cuda.flashinfer_fused import FlashInferFused
 
     own = driver_of(
-        decoder(family, wide[family] / "base", dtype, GPU, FlashInferFused()), names,
-        executor=cuda_executor(captured), stream=stream(), page_tokens=16,
-    )  # fmt: skip
+        decoder(family, wide[family] / "base", dtype, GPU, FlashInferFused()),
+        names,
+        executor=cuda_executor(captured),
+        stream=stream(),
+        page_tokens=16,
+    )
     yardstick = driver_of(decoder(family, wide[family] / "base", dtype, CPU), names, page_tokens=16)
     sides = [Deviations(), Deviations()]
     for driver, side in zip((own, yardstick), sides, strict=True):
@@ -97,11 +100,13 @@ def against_judges(
     rng = np.random.default_rng(4)
     requests = [
         Request(
-            i, rng.integers(0, VOCAB, shortest + i % 5).tolist(), adapter=(i, 7) if driver.runner.table.published[i] else (0, 0),
+            i,
+            rng.integers(0, VOCAB, shortest + i % 5).tolist(),
+            adapter=(i, 7) if driver.runner.table.published[i] else (0, 0),
             logprobs=5,
         )
         for i in range(len(judges))
-    ]  # fmt: skip
+    ]
     histories = [list(request.prompt) for request in requests]
     for step in range(steps):
         result = driver.step([(r, 0 if step else len(r.prompt)) for r in requests])

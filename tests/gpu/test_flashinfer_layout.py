@@ -179,9 +179,16 @@ def decode_wrapper(workspace: Tensor, batch: Batch, page_tokens: int, kind: str,
         workspace, "NHD", use_tensor_cores=kind != "cuda_cores", backend="fa2", **kwargs
     )
     wrapper.plan(
-        batch.indptr, indices, batch.last, Q_HEADS, KV_HEADS, HEAD_DIM, page_tokens,
-        q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
-    )  # fmt: skip
+        batch.indptr,
+        indices,
+        batch.last,
+        Q_HEADS,
+        KV_HEADS,
+        HEAD_DIM,
+        page_tokens,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
     return wrapper
 
 
@@ -206,9 +213,18 @@ def test_prefill_reads_pages_beyond_32_bits(flat, workspace, backend, page_token
     q = queries(sum(q_lens), page_tokens)
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
     wrapper.plan(
-        batch.qo_indptr, batch.indptr, batch.indices, batch.last, Q_HEADS, KV_HEADS, HEAD_DIM,
-        page_tokens, causal=True, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
-    )  # fmt: skip
+        batch.qo_indptr,
+        batch.indptr,
+        batch.indices,
+        batch.last,
+        Q_HEADS,
+        KV_HEADS,
+        HEAD_DIM,
+        page_tokens,
+        causal=True,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
     out = wrapper.run(q, pool.layer(17))
     assert relative_error(out, reference(q, batch)) < 8e-3
 
@@ -230,9 +246,16 @@ def test_append_writes_its_rows_and_nothing_else(flat, page_tokens) -> None:
     position = torch.cat([torch.arange(kv - n, kv) for n, kv in pairs]).int()
     before = pool.flat[:: 4096 + 1].clone()
     flashinfer.append_paged_kv_cache(
-        key, value, owner.to(DEVICE), position.to(DEVICE), pool.layer(5),
-        indices.to(DEVICE), indptr.to(DEVICE), last.to(DEVICE), "NHD",
-    )  # fmt: skip
+        key,
+        value,
+        owner.to(DEVICE),
+        position.to(DEVICE),
+        pool.layer(5),
+        indices.to(DEVICE),
+        indptr.to(DEVICE),
+        last.to(DEVICE),
+        "NHD",
+    )
     page = indices[indptr[owner.long()].long() + position.long() // page_tokens].long().to(DEVICE)
     entry = (position.long() % page_tokens).to(DEVICE)
     for side, new in zip(pool.layer(5), (key, value), strict=True):
@@ -262,9 +285,16 @@ def test_a_captured_graph_follows_a_new_plan(flat, workspace, kind) -> None:
         indices = batch.indices.to(DEVICE)
         wrapper._paged_kv_indices_buf[: len(indices)].copy_(indices)
         wrapper.plan(
-            batch.indptr, wrapper._paged_kv_indices_buf[:0], batch.last, Q_HEADS, KV_HEADS,
-            HEAD_DIM, 16, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
-        )  # fmt: skip
+            batch.indptr,
+            wrapper._paged_kv_indices_buf[:0],
+            batch.last,
+            Q_HEADS,
+            KV_HEADS,
+            HEAD_DIM,
+            16,
+            q_data_type=torch.bfloat16,
+            kv_data_type=torch.bfloat16,
+        )
         out.fill_(float("nan"))
         graph.replay()
         assert relative_error(out, reference(q, batch)) < 8e-3

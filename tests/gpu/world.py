@@ -23,7 +23,8 @@ from loraplex.model.weights import DecoderWeights, dummy_weights
 VOCAB = 131
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 CONFIG: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3,
+    "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 384,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024,
     "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": False,
 }  # fmt: skip

@@ -114,9 +114,11 @@ def test_a_chain_goes_on_where_another_process_left_it() -> None:
 
 def test_namespace_graph_and_cache_abi_are_in_every_key() -> None:
     roots = [
-        cache_root(digest("cache"), 1, "tenant"), cache_root(digest("cache"), 1, "other"),
-        cache_root(digest("cache"), 2, "tenant"), cache_root(digest("other"), 1, "tenant"),
-    ]  # fmt: skip
+        cache_root(digest("cache"), 1, "tenant"),
+        cache_root(digest("cache"), 1, "other"),
+        cache_root(digest("cache"), 2, "tenant"),
+        cache_root(digest("other"), 1, "tenant"),
+    ]
     assert len({keys(PLAIN, root=root)[-1] for root in roots}) == 4
 
 

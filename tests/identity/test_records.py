@@ -121,10 +121,12 @@ BROKEN: dict[str, tuple[Callable[[], object], str]] = {
     "dtype without size": (lambda: ledger_of(ARTIFACT, (kernel(0, dtype="int8"),)), "is not one of"),
     "schema": (lambda: check_adapter_manifest(manifest(schema=2)), "has schema 2"),
     "artifact over another base": (
-        lambda: check_adapter_manifest(manifest(artifact=msgspec.structs.replace(ARTIFACT, base=D))), "another base"
+        lambda: check_adapter_manifest(manifest(artifact=msgspec.structs.replace(ARTIFACT, base=D))),
+        "another base"
     ),
     "kernel of another adapter": (
-        lambda: check_adapter_manifest(manifest(kernels=(kernel(0, semantic=D), kernel(1)))), "another adapter"
+        lambda: check_adapter_manifest(manifest(kernels=(kernel(0, semantic=D), kernel(1)))),
+        "another adapter"
     ),
 }  # fmt: skip
 

@@ -50,8 +50,9 @@ def refused(tmp_path: Path, shared: int, **options: Any) -> str:
 def test_what_is_locked_lies_in_shared_memory(tmp_path: Path) -> None:
     assert wire(tmp_path, GIB)[0] == 2 << 20
     assert wire(tmp_path, GIB, host_locked_gb=3 * MIB) == (
-        3 << 20, ["host images: at most 4 MiB, in shared memory", "of them 3 MiB page-locked"],
-    )  # fmt: skip
+        3 << 20,
+        ["host images: at most 4 MiB, in shared memory", "of them 3 MiB page-locked"],
+    )
     assert wire(tmp_path, GIB, host_locked_gb=0)[0] is None
     assert wire(tmp_path, GIB, device="cpu")[0] is None
 

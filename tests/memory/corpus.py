@@ -88,15 +88,18 @@ def pool_cases() -> Iterator[Case]:
         "hand_over": ("reserved", {"txn": 5}, lambda w, p, txn=5: w.pool.hand_over(p, txn, 6)),
         "release_kv": (
             "kv", {"owner": 3, "generation": 7, "kind": PageState.KV},
-            lambda w, p, owner=3, generation=7, kind=PageState.KV: w.pool.release(p, kind, owner, generation, 0),
+            lambda w, p, owner=3, generation=7, kind=PageState.KV: w.pool.release(p, kind, owner, generation,
+            0),
         ),
         "release_adapter": (
             "adapter", {"owner": 2, "generation": 1, "kind": PageState.ADAPTER},
-            lambda w, p, owner=2, generation=1, kind=PageState.ADAPTER: w.pool.release(p, kind, owner, generation, 0),
+            lambda w, p, owner=2, generation=1, kind=PageState.ADAPTER: w.pool.release(p, kind, owner,
+            generation, 0),
         ),
         "take_over": (
             "adapter", {"owner": 2, "generation": 1, "kind": PageState.ADAPTER},
-            lambda w, p, owner=2, generation=1, kind=PageState.ADAPTER: w.pool.take_over(p, kind, owner, generation, 6, 0),
+            lambda w, p, owner=2, generation=1, kind=PageState.ADAPTER: w.pool.take_over(p, kind, owner,
+            generation, 6, 0),
         ),
     }  # fmt: skip
     others = {"reserved": ("kv", "adapter"), "kv": ("reserved", "adapter"), "adapter": ("reserved", "kv")}
@@ -136,13 +139,19 @@ def pool_cases() -> Iterator[Case]:
     for op in ("reserve", "reserve_for_copy"):
         for fault, count in (("negative", -1), ("above_free", 7)):
             yield Case(
-                f"pages.{op}", "count", fault, ErrorCode.PAGE_STATE,
+                f"pages.{op}",
+                "count",
+                fault,
+                ErrorCode.PAGE_STATE,
                 lambda op=op, count=count: getattr(World().pool, op)(count, 9),
-            )  # fmt: skip
+            )
     for field, fault, sizes in (
-        ("num_pages", "zero", (0, 64)), ("num_pages", "only_the_null_page", (1, 64)), ("num_pages", "negative", (-3, 64)),
-        ("page_bytes", "zero", (4, 0)), ("page_bytes", "negative", (4, -64)),
-    ):  # fmt: skip
+        ("num_pages", "zero", (0, 64)),
+        ("num_pages", "only_the_null_page", (1, 64)),
+        ("num_pages", "negative", (-3, 64)),
+        ("page_bytes", "zero", (4, 0)),
+        ("page_bytes", "negative", (4, -64)),
+    ):
         yield Case("pool", field, fault, ErrorCode.PAGE_STATE, lambda sizes=sizes: PagePool(*sizes))
 
     def fence() -> None:
@@ -328,9 +337,12 @@ def residency_cases() -> Iterator[Case]:
         for after in AdapterState:
             if after not in TRANSITIONS[before]:
                 yield Case(
-                    "residency", before.value, f"to_{after.value}", ErrorCode.RESIDENCY_TRANSITION,
+                    "residency",
+                    before.value,
+                    f"to_{after.value}",
+                    ErrorCode.RESIDENCY_TRANSITION,
                     lambda before=before, after=after: entry_in(before).move(after),
-                )  # fmt: skip
+                )
 
 
 def lease_cases() -> Iterator[Case]:
@@ -338,9 +350,12 @@ def lease_cases() -> Iterator[Case]:
     for state in AdapterState:
         if not entry_in(state).resident:
             yield Case(
-                "slot_lease", "state", state.value, ErrorCode.LEASE_MISMATCH,
+                "slot_lease",
+                "state",
+                state.value,
+                ErrorCode.LEASE_MISMATCH,
                 lambda state=state: SlotLease.take(RevisionLease.take(entry_in(state)), 0),
-            )  # fmt: skip
+            )
 
     def removing() -> None:
         entry = entry_in(AdapterState.PUBLISHED)
@@ -403,8 +418,12 @@ def handle_cases() -> Iterator[Case]:
 
     stale = ErrorCode.STALE_SLOT_GENERATION
     for fault, by, reuse in (
-        ("zero", -1, 0), ("next", 1, 0), ("far", 100, 0), ("reused_once", 0, 1), ("reused_twice", 0, 2),
-    ):  # fmt: skip
+        ("zero", -1, 0),
+        ("next", 1, 0),
+        ("far", 100, 0),
+        ("reused_once", 0, 1),
+        ("reused_twice", 0, 2),
+    ):
         yield Case("handle", "generation", fault, stale, given_back(by, reuse))
 
     def twice() -> None:

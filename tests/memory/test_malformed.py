@@ -40,7 +40,13 @@ def test_the_corpus_is_as_large_as_it_claims(capsys: pytest.CaptureFixture[str])
     with capsys.disabled():
         print(f"\nmalformed memory uses: {len(CASES)}; by record {dict(by_record)}; by code {dict(by_code)}")
     assert by_record["pages"] + by_record["pool"] + by_record["transaction"] > 59
-    assert sum(by_record[name] for name in ("residency", "slot_lease", "revision_lease", "handle", "directory", "host_image")) > 86  # fmt: skip
+    assert (
+        sum(
+            by_record[name]
+            for name in ("residency", "slot_lease", "revision_lease", "handle", "directory", "host_image")
+        )
+        > 86
+    )
 
 
 # ---------------------------------------------------------------- the same codes through a running engine
@@ -172,7 +178,13 @@ def test_the_running_engine_notices(code: ErrorCode) -> None:
             rig.engine.step()
             if not rig.engine.state.records:
                 break
-            if code in (ErrorCode.PAGE_CONSERVATION, ErrorCode.PAGE_OWNER, ErrorCode.LEASE_MISMATCH, ErrorCode.STALE_SLOT_GENERATION, ErrorCode.HOST_TIER_STATE):  # fmt: skip
+            if code in (
+                ErrorCode.PAGE_CONSERVATION,
+                ErrorCode.PAGE_OWNER,
+                ErrorCode.LEASE_MISMATCH,
+                ErrorCode.STALE_SLOT_GENERATION,
+                ErrorCode.HOST_TIER_STATE,
+            ):
                 rig.engine.check()
     except LoraplexError as error:
         spoken.append(error.code.value)

@@ -110,18 +110,25 @@ class Memory(RuleBasedStateMachine):
         demand = Demand(pages, kv, 0, guard, size_class)
         spared = self.pool.slabs.next_page(size_class) if size_class else 0
         donors = [
-            e for e in self.entries.values()
+            e
+            for e in self.entries.values()
             if size_class and not spared and e.size_class == size_class and eviction.evictable(e, self.launch)
-        ]  # fmt: skip
+        ]
         first: list[AdapterEntry] = []
         if overwrite and donors:
             assert donors[0].block is not None
             demand, spared, first = Demand(0, kv, 0, guard, size_class), donors[0].block.page, donors[:1]
         sources = self.offers(entry, spared)
         offered = [
-            Candidate(PageClass.ADAPTER, name, sum(e.page_count for e in es if not e.size_class) or 1, 1, es[0].last_use)
+            Candidate(
+                PageClass.ADAPTER,
+                name,
+                sum(e.page_count for e in es if not e.size_class) or 1,
+                1,
+                es[0].last_use,
+            )
             for name, es in sources.items()
-        ]  # fmt: skip
+        ]
         reclaimable = sum(candidate.pages for candidate in offered)
         chosen = eviction.cover(
             eviction.ranked(offered, eviction.by_last_use, self.launch),
@@ -169,8 +176,9 @@ class Memory(RuleBasedStateMachine):
         for block in (transaction.block, *transaction.spare_blocks):
             if block is not None:
                 assert block not in self.model.blocks
-                assert block.size_class == next((b.size_class for b in self.model.blocks if b.page == block.page),
-                                                block.size_class)  # fmt: skip
+                assert block.size_class == next(
+                    (b.size_class for b in self.model.blocks if b.page == block.page), block.size_class
+                )
                 self.model.blocks[block] = f"txn {transaction.txn}"
 
     def disclaim(self, transaction: Transaction) -> None:

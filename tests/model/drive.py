@@ -92,9 +92,15 @@ class Driver:
     """One runner over a poisoned pool, and plans for it."""
 
     def __init__(
-        self, model: Decoder, page_tokens: int = 4, slots: int = SLOTS, pages: int = 0,
-        executor: Callable[[KvShape, PlanBounds], MakeExecutor] | None = None, stream: Any = None, adapters: int = 5,
-    ) -> None:  # fmt: skip
+        self,
+        model: Decoder,
+        page_tokens: int = 4,
+        slots: int = SLOTS,
+        pages: int = 0,
+        executor: Callable[[KvShape, PlanBounds], MakeExecutor] | None = None,
+        stream: Any = None,
+        adapters: int = 5,
+    ) -> None:
         self.kv = model.spec.kv_shape(model.weights.dtype.itemsize, page_tokens)
         entries = self.kv.pages_for(MODEL_LEN)
         self.bounds = PlanBounds(slots, adapters, pages or 1 + slots * entries + 40, entries, VOCAB)

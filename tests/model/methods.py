@@ -37,7 +37,8 @@ def ia3(targets: list[str], feedforward: list[str]) -> peft.PeftConfig:
 
 
 CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
-    "lora": lambda: lora(target_modules=ALL, rank_pattern={"o_proj": 1, "down_proj": 7}, alpha_pattern={"v_proj": 2}),
+    "lora": lambda: lora(target_modules=ALL, rank_pattern={"o_proj": 1, "down_proj": 7},
+    alpha_pattern={"v_proj": 2}),
     "rslora": lambda: lora(r=16, use_rslora=True, target_modules=["k_proj", "up_proj"]),
     "dora": lambda: lora(target_modules=ALL, use_dora=True),
     "dora-head": lambda: lora(target_modules=["lm_head", "gate_proj"], use_dora=True, use_rslora=True),
@@ -46,7 +47,8 @@ CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
     "bitfit": lambda: lora(bias="all"),
     "bitfit-only": lambda: lora(bias="lora_only", target_modules=["k_proj", "down_proj"]),
     "ia3": lambda: ia3(["k_proj", "v_proj", "down_proj"], ["down_proj"]),
-    "ia3-splits-qkv": lambda: ia3(["q_proj", "v_proj", "gate_proj", "up_proj", "lm_head"], ["q_proj", "up_proj", "lm_head"]),
+    "ia3-splits-qkv": lambda: ia3(["q_proj", "v_proj", "gate_proj", "up_proj", "lm_head"],
+    ["q_proj", "up_proj", "lm_head"]),
     "embedding": lambda: lora(target_modules=["embed_tokens", "lm_head", "q_proj"]),
 }  # fmt: skip
 BASE = "llama-biased"
@@ -111,10 +113,14 @@ def check_mixed_batch(root: Path, driver: Driver, names: Sequence[str], steps: i
     rng = np.random.default_rng(4)
     requests = [
         Request(
-            i, rng.integers(0, VOCAB, 3 + i % 3).tolist(), adapter=(i, 7 if i else 0), logprobs=0, prompt_logprobs=0
+            i,
+            rng.integers(0, VOCAB, 3 + i % 3).tolist(),
+            adapter=(i, 7 if i else 0),
+            logprobs=0,
+            prompt_logprobs=0,
         )
         for i in range(len(names) + 1)
-    ]  # fmt: skip
+    ]
     results = [driver.step([(r, len(r.prompt)) for r in requests])]
     results += [driver.step([(r, 0) for r in requests]) for _ in range(steps - 1)]
     at = 0

@@ -42,7 +42,8 @@ class Rig:
         """names: of adapters that are registered. changes: to the engine's sizes."""
         kv = model.spec.kv_shape(4, 4)
         sizes: dict[str, Any] = {
-            "kv": kv, "num_pages": pages, "max_requests": 8, "max_model_len": 64, "token_budget": 24, "vocab_size": VOCAB,
+            "kv": kv, "num_pages": pages, "max_requests": 8, "max_model_len": 64, "token_budget": 24,
+            "vocab_size": VOCAB,
             "depth": depth, "max_adapter_slots": 6, "growth_horizon": 4, "scrub": True,
         }  # fmt: skip
         self.limits = limits = EngineLimits(**{**sizes, **changes})

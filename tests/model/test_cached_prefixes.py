@@ -106,11 +106,18 @@ class Served:
             self.rig.images.images[made.kernel_digest] = made
             self.rig.mailbox.inbox.append(
                 RegisterAdapter(
-                    call, name, made.kernel_digest, len(made.pages), ((4, 1),), (0,), made.pages.nbytes,
-                    size_class_for(kv.page_bytes, made.pages.shape[1]), self.acts[name] if cached else "",
+                    call,
+                    name,
+                    made.kernel_digest,
+                    len(made.pages),
+                    ((4, 1),),
+                    (0,),
+                    made.pages.nbytes,
+                    size_class_for(kv.page_bytes, made.pages.shape[1]),
+                    self.acts[name] if cached else "",
                     INVOCATION if name in ACTIVATED else (),
                 )
-            )  # fmt: skip
+            )
 
     def submit(self, request: str, tokens: list[int], adapter: str | None, count: int, scored: bool) -> None:
         at = invoked_at(tokens) if adapter in ACTIVATED else -1

@@ -28,12 +28,29 @@ INTERPRETED = ["lora", "dora-bitfit", "ia3-splits-qkv"]
 """For Triton's interpreter, where a program takes 10 ms."""
 
 SMALL = Tuning(
-    block_rows=4, splits=2, chunk_floor=32, max_bk=64, bn=64, shrink_warps=1, expand_warps=1, shrink_ctas=1, expand_ctas=1
-)  # fmt: skip
+    block_rows=4,
+    splits=2,
+    chunk_floor=32,
+    max_bk=64,
+    bn=64,
+    shrink_warps=1,
+    expand_warps=1,
+    shrink_ctas=1,
+    expand_ctas=1,
+)
 SMALL_PREFILL = Tuning(
-    block_rows=16, splits=2, chunk_floor=32, max_bk=64, bn=64, shrink_warps=1, expand_warps=1, shrink_ctas=1,
-    expand_ctas=1, rank_tile=32, max_run=1,
-)  # fmt: skip
+    block_rows=16,
+    splits=2,
+    chunk_floor=32,
+    max_bk=64,
+    bn=64,
+    shrink_warps=1,
+    expand_warps=1,
+    shrink_ctas=1,
+    expand_ctas=1,
+    rank_tile=32,
+    max_run=1,
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +71,14 @@ def test_every_method_is_executable_and_all_but_alora_are_here(root: Path) -> No
 
 def test_only_what_differs_from_the_base_has_a_constant(root: Path) -> None:
     """IA3 scales the base's bias with everything else; plain LoRA leaves it alone: neither stores a c."""
-    for name, has_constant in (("lora", False), ("ia3", False), ("ia3-splits-qkv", False), ("dora", True),
-                               ("lora-bias", True), ("bitfit", True)):  # fmt: skip
+    for name, has_constant in (
+        ("lora", False),
+        ("ia3", False),
+        ("ia3-splits-qkv", False),
+        ("dora", True),
+        ("lora-bias", True),
+        ("bitfit", True),
+    ):
         factors = set(image(root, name, 2304).extents[:, 2].tolist())
         assert (Factor.C in factors) is has_constant, name
         assert bool(factors & {Factor.H, Factor.G, Factor.C}) is (name != "lora"), name

@@ -109,11 +109,30 @@ def test_presence_and_frequency_count_the_output_alone() -> None:
 
 def test_penalties_stack_in_their_order() -> None:
     # Repetition first: (4 + 2) / 2 = 3, then 3 - 0.5 * 2 - 0.25 = 1.75.
-    sampler = make(2, {"temperature": 0.0, "repetition": 2.0, "frequency": 0.5, "presence": 0.25, "bias": [(0, 2.0)],
-                       "output": [0, 0]})  # fmt: skip
+    sampler = make(
+        2,
+        {
+            "temperature": 0.0,
+            "repetition": 2.0,
+            "frequency": 0.5,
+            "presence": 0.25,
+            "bias": [(0, 2.0)],
+            "output": [0, 0],
+        },
+    )
     assert draw(sampler, torch.tensor([[4.0, 1.74]])) == [0]
-    sampler.open(*open_rows({"temperature": 0.0, "repetition": 2.0, "frequency": 0.5, "presence": 0.25,
-                             "bias": [(0, 2.0)], "output": [0, 0]}))  # fmt: skip
+    sampler.open(
+        *open_rows(
+            {
+                "temperature": 0.0,
+                "repetition": 2.0,
+                "frequency": 0.5,
+                "presence": 0.25,
+                "bias": [(0, 2.0)],
+                "output": [0, 0],
+            }
+        )
+    )
     assert draw(sampler, torch.tensor([[4.0, 1.76]])) == [1]
 
 
@@ -219,9 +238,11 @@ def test_nucleus_of_a_large_vocabulary_matches_a_full_sort() -> None:
 
 ROWS: list[dict[str, Any]] = [
     {"seed_low": 1}, {"seed_low": 2, "top_p": 0.8}, {"temperature": 0.0}, {"seed_low": 3, "top_k": 7},
-    {"seed_low": 4, "min_p": 0.05, "temperature": 0.7}, {"seed_low": 5, "repetition": 1.3, "prompt": [1, 2, 3]},
+    {"seed_low": 4, "min_p": 0.05, "temperature": 0.7},
+    {"seed_low": 5, "repetition": 1.3, "prompt": [1, 2, 3]},
     {"seed_low": 6, "frequency": 0.4, "top_p": 0.95}, {"seed_low": -7, "bias": [(5, 3.0)]},
-    {"temperature": 0.0, "presence": 0.5}, {"seed_low": 8, "seed_high": 1, "top_k": 50, "top_p": 0.5, "min_p": 0.01},
+    {"temperature": 0.0, "presence": 0.5}, {"seed_low": 8, "seed_high": 1, "top_k": 50, "top_p": 0.5,
+    "min_p": 0.01},
 ]  # fmt: skip
 
 
@@ -320,8 +341,10 @@ def masked(samples: list[int], allowed: list[list[int]], vocab: int) -> TokenMas
 
 
 OPTION_ROWS: list[dict[str, Any]] = [
-    {"temperature": 0.0}, {"temperature": 0.0, "bias": [(5, 100.0)]}, {"temperature": 1.0}, {"top_k": 2}, {"top_p": 0.3},
-    {"min_p": 0.5}, {"repetition": 1.7, "prompt": [5, 6], "output": [7]}, {"presence": -2.0, "output": [5, 5]},
+    {"temperature": 0.0}, {"temperature": 0.0, "bias": [(5, 100.0)]}, {"temperature": 1.0}, {"top_k": 2},
+    {"top_p": 0.3},
+    {"min_p": 0.5}, {"repetition": 1.7, "prompt": [5, 6], "output": [7]},
+    {"presence": -2.0, "output": [5, 5]},
 ]  # fmt: skip
 
 

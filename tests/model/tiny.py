@@ -23,7 +23,8 @@ POSITIONS = 128
 VOCAB = 131
 
 COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3,
+    "num_attention_heads": 6,
     "num_key_value_heads": 2, "max_position_embeddings": POSITIONS, "initializer_range": 0.3,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
@@ -43,7 +44,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-llama3": (
         "Llama",
         rope(
-            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=32
         ),
     ),
     "llama-yarn": ("Llama", rope("yarn", factor=4.0, original_max_position_embeddings=32)),
@@ -66,9 +68,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 WIDE: dict[str, Any] = {
-    "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
     "initializer_range": 0.1,
-}  # fmt: skip
+}
 """Shapes that fused attention takes, for tests on a device; logits far enough apart for half precision."""
 WIDE_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "wide-llama": ("Llama", WIDE),

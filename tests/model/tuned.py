@@ -26,7 +26,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "all-r4": {"r": 4, "lora_alpha": 8, "target_modules": ALL},
     "qv-r3": {"r": 3, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj"]},
     "head-r2": {"r": 2, "lora_alpha": 4, "target_modules": ["lm_head", "down_proj"]},
-    "rs-r16": {"r": 16, "lora_alpha": 4, "use_rslora": True, "target_modules": ["k_proj", "up_proj", "embed_tokens"]},
+    "rs-r16": {"r": 16, "lora_alpha": 4, "use_rslora": True,
+    "target_modules": ["k_proj", "up_proj", "embed_tokens"]},
 }  # fmt: skip
 
 

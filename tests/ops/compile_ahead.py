@@ -24,7 +24,8 @@ from loraplex.ops.worklist import Phase
 
 _POINTERS: Final = {
     "x_ptr": "t", "y_ptr": "t", "pool_ptr": "t", "pool32_ptr": "fp32", "z_ptr": "fp32", "address_ptr": "i64",
-    "record64_ptr": "i64", "shrink64_ptr": "i64", "expand64_ptr": "i64", "list_ptr": "i64", "vector_ptr": "i64",
+    "record64_ptr": "i64", "shrink64_ptr": "i64", "expand64_ptr": "i64", "list_ptr": "i64",
+    "vector_ptr": "i64",
     "meta16_ptr": "i16", "blocks16_ptr": "i16",
 }  # fmt: skip
 _ELEMENTS: Final = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -44,10 +45,15 @@ def compile_plan(
             name: values.pop(name) for name in ("num_warps", "launch_pdl") if name in values
         }
         signature: dict[str, str] = {
-            name: "constexpr" if name in values
-            else ("*" + _POINTERS.get(name, "i32").replace("t", _ELEMENTS[dtype]) if name.endswith("_ptr") else "i32")
+            name: "constexpr"
+            if name in values
+            else (
+                "*" + _POINTERS.get(name, "i32").replace("t", _ELEMENTS[dtype])
+                if name.endswith("_ptr")
+                else "i32"
+            )
             for name in kernel.arg_names
-        }  # fmt: skip
+        }
         constants: dict[Any, Any] = {(kernel.arg_names.index(name),): value for name, value in values.items()}
         chosen[f"{kernel.__name__}{sorted(values.items())}"] = (kernel, signature, constants, options)
 

@@ -18,13 +18,27 @@ LAYERS = 2
 D_IN = (64, 64, 64, 48, 64, 64, 96)
 D_OUT = (48, 16, 16, 64, 96, 96, 64)
 SMALL = Tuning(
-    block_rows=16, splits=4, chunk_floor=16, max_bk=16, bn=32, shrink_warps=1, expand_warps=1, shrink_ctas=3,
+    block_rows=16,
+    splits=4,
+    chunk_floor=16,
+    max_bk=16,
+    bn=32,
+    shrink_warps=1,
+    expand_warps=1,
+    shrink_ctas=3,
     expand_ctas=3,
-)  # fmt: skip
+)
 SINGLE = Tuning(
-    block_rows=16, splits=2, chunk_floor=16, max_bk=64, bn=64, shrink_warps=1, expand_warps=1, shrink_ctas=2,
+    block_rows=16,
+    splits=2,
+    chunk_floor=16,
+    max_bk=64,
+    bn=64,
+    shrink_warps=1,
+    expand_warps=1,
+    shrink_ctas=2,
     expand_ctas=2,
-)  # fmt: skip
+)
 
 
 class World:
@@ -70,12 +84,22 @@ class World:
         per = 5 if split else 1 << 20
         has_g, has_c = vectors and (slot + module) % 3 != 0, vectors and (slot + module) % 2 == 0
         self.factors[slot, layer, module] = (
-            a.double(), b.double(), scale, g.double() if has_g else None, c.double() if has_c else None,
-        )  # fmt: skip
+            a.double(),
+            b.double(),
+            scale,
+            g.double() if has_g else None,
+            c.double() if has_c else None,
+        )
         return ModuleFactors(
-            layer, module, rank, scale, self._put(a, per), self._put(b, per),
-            g=self._put(g[None], 1)[0][0] if has_g else -1, c=self._put(c[None], 1)[0][0] if has_c else -1,
-        )  # fmt: skip
+            layer,
+            module,
+            rank,
+            scale,
+            self._put(a, per),
+            self._put(b, per),
+            g=self._put(g[None], 1)[0][0] if has_g else -1,
+            c=self._put(c[None], 1)[0][0] if has_c else -1,
+        )
 
     def work(self, owners: list[int], doff: int, step: LoraStep) -> worklist.WorkList:
         return make_work(owners, doff, self.table, step)

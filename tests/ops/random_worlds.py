@@ -15,18 +15,29 @@ from loraplex.ops.interface import ModuleDims, RowSet
 DIMS = ModuleDims(
     2,
     {
-        Module.Q: (40, 48), Module.K: (40, 17), Module.V: (40, 17), Module.O: (48, 40), Module.GATE: (40, 71),
-        Module.UP: (40, 71), Module.DOWN: (71, 40), Module.LM_HEAD: (40, 130), Module.EMBED: (130, 40),
+        Module.Q: (40, 48),
+        Module.K: (40, 17),
+        Module.V: (40, 17),
+        Module.O: (48, 40),
+        Module.GATE: (40, 71),
+        Module.UP: (40, 71),
+        Module.DOWN: (71, 40),
+        Module.LM_HEAD: (40, 130),
+        Module.EMBED: (130, 40),
     },
-)  # fmt: skip
+)
 CALLS = (QKV, (Module.O,), GATE_UP, (Module.DOWN,))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def random_world(
-    seed: int, dtype: torch.dtype, adapters: int, ranks: list[int], page_bytes: int | None = None,
+    seed: int,
+    dtype: torch.dtype,
+    adapters: int,
+    ranks: list[int],
+    page_bytes: int | None = None,
     device: str = "cpu",
-) -> World:  # fmt: skip
+) -> World:
     """Adapters of every method: plain, subsets of modules, vectors only, vectors beside factors."""
     rng = np.random.default_rng(seed)
     made = []
@@ -99,9 +110,15 @@ def random_plan(rng: np.random.Generator, adapters: int, most: int) -> BatchPlan
 
 
 def sweep(
-    family: str, seed: int, worlds: int, plans: int, most_adapters: int, most: int = 4, device: str = "cpu",
+    family: str,
+    seed: int,
+    worlds: int,
+    plans: int,
+    most_adapters: int,
+    most: int = 4,
+    device: str = "cpu",
     page_bytes: int | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Random worlds and plans; `PLANS` adds the empty phases, the one row and the base alone to each
     world.
     """

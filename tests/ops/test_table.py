@@ -106,9 +106,12 @@ def test_plans_name_the_published_generation() -> None:
     plan = make_plan([(1, 2)], [2, 0])
     make_operator(plan, world.table)
     for named in (
-        {"adapter_generation": 9}, {"adapter_generation": 0},
-        {"adapter_slot": 3}, {"adapter_slot": 77}, {"adapter_slot": -1},
-    ):  # fmt: skip
+        {"adapter_generation": 9},
+        {"adapter_generation": 0},
+        {"adapter_slot": 3},
+        {"adapter_slot": 77},
+        {"adapter_slot": -1},
+    ):
         stale = dataclasses.replace(plan, requests=changed(plan.requests, 0, **named))
         assert code(lambda stale=stale: make_operator(stale, world.table)) is ErrorCode.STALE_SLOT_GENERATION
     world.table.retire(2, 11)

@@ -31,7 +31,8 @@ for name, d_in, d_out in json.loads(sys.argv[1]):
     for phase in Phase:
         for dtype in (torch.bfloat16, torch.float16):
             for kernel, signature, constants, options in compile_plan(d_in, d_out, phase, dtype):
-                attrs = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"}
+                pointers = [i for i, kind in enumerate(signature.values()) if kind[0] == "*"]
+                attrs = {(i,): [["tt.divisibility", 16]] for i in pointers}
                 source = ASTSource(kernel, signature, constants, attrs)
                 built = triton.compile(source, target=target, options=options)
                 entry = built.asm["ptx"]

@@ -104,12 +104,16 @@ def test_random_plans_cover_each_row_of_a_phase_once(seed) -> None:
     ("owners", "room", "code"),
     [
         ([1] * 300, ROOM, ErrorCode.OPERATOR_PLAN_UNSUPPORTED),
-        ([1, 1], Capacity(Phase.DECODE, 4, 16, 64, (0, 256, 256, 256), 1024), ErrorCode.OPERATOR_PLAN_UNSUPPORTED),
+        (
+            [1, 1],
+            Capacity(Phase.DECODE, 4, 16, 64, (0, 256, 256, 256), 1024),
+            ErrorCode.OPERATOR_PLAN_UNSUPPORTED,
+        ),
         ([1, 1], Capacity(Phase.DECODE, 4, 16, 64, (256,) * 4, 1), ErrorCode.OPERATOR_PLAN_UNSUPPORTED),
         ([9], ROOM, ErrorCode.PLAN_GROUPS),
         ([0] * 70_000 + [1], ROOM, ErrorCode.PLAN_GROUPS),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused(owners, room, code) -> None:
     with pytest.raises(InternalFault) as fault:
         w.build(*groups(owners), 0, np.full((2, 7), 16, dtype=np.int32), room)

@@ -103,9 +103,14 @@ class ScoringDevice(VirtualDevice):
             plan.prompt_logprobs.target, plan.prompt_logprobs.top
         )
         return replace(
-            result, logprob_indptr=indptr, logprob_ids=ids, logprob_values=values, prompt_logprob_indptr=prompt_indptr,
-            prompt_logprob_ids=prompt_ids, prompt_logprob_values=prompt_values,
-        )  # fmt: skip
+            result,
+            logprob_indptr=indptr,
+            logprob_ids=ids,
+            logprob_values=values,
+            prompt_logprob_indptr=prompt_indptr,
+            prompt_logprob_ids=prompt_ids,
+            prompt_logprob_values=prompt_values,
+        )
 
 
 def made_scores(tokens: I32, wanted: I32) -> tuple[I32, I32, I32]:

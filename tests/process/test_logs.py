@@ -34,9 +34,14 @@ def test_json_lines_hold_the_values() -> None:
     value = json.loads(line)
     assert value.pop("time").endswith("Z")
     assert value == {
-        "level": "info", "logger": "t", "message": "request\nx", "path": "/v1/x", "model": 'a "b"\nINFO forged',
-        "tokens": 3, "empty": "",
-    }  # fmt: skip
+        "level": "info",
+        "logger": "t",
+        "message": "request\nx",
+        "path": "/v1/x",
+        "model": 'a "b"\nINFO forged',
+        "tokens": 3,
+        "empty": "",
+    }
 
 
 @pytest.mark.usefixtures("restored")

@@ -357,7 +357,9 @@ from loraplex.process.supervisor import EngineSupervisor
 
 async def main():
     supervisor = EngineSupervisor(
-        EngineConfig(model="m", images_dir=sys.argv[1]), EngineClient(), builder="tests.process.engines:build_echo"
+        EngineConfig(model="m", images_dir=sys.argv[1]),
+        EngineClient(),
+        builder="tests.process.engines:build_echo",
     )
     await supervisor.start()
     print(supervisor.pid, flush=True)

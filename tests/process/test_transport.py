@@ -211,7 +211,9 @@ def test_waking_ends_a_wait(mailbox: ZmqMailbox) -> None:
 
 
 def test_a_signal_ends_a_wait_that_it_does_not_interrupt(mailbox: ZmqMailbox) -> None:
-    """One that another thread takes, or that comes as this one enters its poll, runs its handler only later."""
+    """One that another thread takes, or that comes as this one enters its poll, runs its handler
+    only later.
+    """
     before, late = signal.getsignal(signal.SIGUSR1), threading.Event()
 
     def elsewhere() -> None:

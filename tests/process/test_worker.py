@@ -181,7 +181,8 @@ import sys, threading
 sys.path[:0] = sys.argv[2:]
 from loraplex.config import EngineConfig
 from loraplex.process.worker import ProcessBackend
-backend = ProcessBackend(EngineConfig(model=sys.argv[1], images_dir="i"), "tests.process.backends:build_obedient")
+config = EngineConfig(model=sys.argv[1], images_dir="i")
+backend = ProcessBackend(config, "tests.process.backends:build_obedient")
 backend.launch(b"hang")
 print(backend.pid, flush=True)
 threading.Event().wait()

@@ -58,8 +58,8 @@ class Target:
     def check_unharmed(self) -> None:
         """It answers, and nothing that it was sent holds anything."""
         assert self.process.poll() is None, "the server ended"
-        # A request that was sent last may still be on its way to the engine. Adapters may have been evicted and
-        # prefixes kept; whatever they left is free.
+        # A request that was sent last may still be on its way to the engine. Adapters may have been evicted
+        # and prefixes kept; whatever they left is free.
         until(lambda: _unused(self.pages()) == _unused(self.before))
         assert self.residency()["pages"]["total"] == self.before["total"]
         figures = self.residency()

@@ -69,11 +69,18 @@ async def started(
         write_model(model)
     port = fields.setdefault("port", free_port())
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.server.bare_server",
-        json.dumps({"model": str(model), "log_level": "error", **fields}), builder, str(tmp_path / "work"), application,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=ROOT,
+        sys.executable,
+        "-m",
+        "tests.server.bare_server",
+        json.dumps({"model": str(model), "log_level": "error", **fields}),
+        builder,
+        str(tmp_path / "work"),
+        application,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **(environment or {})},
-    )  # fmt: skip
+    )
     running = Running(process, f"http://127.0.0.1:{port}")
     try:
         yield running

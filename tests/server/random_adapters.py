@@ -24,7 +24,8 @@ def write_adapter(folder: Path, seed: int) -> Path:
             tensors[f"{stem}.lora_B.weight"] = rng.standard_normal((out, rank)).astype(np.float32)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
-        "peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"], "bias": "none",
+        "peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
         "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True,
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config))

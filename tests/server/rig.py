@@ -219,11 +219,21 @@ async def prepare(source: str) -> PreparedAdapter:
     policy = invocation_policy(tokens) if tokens else ALWAYS_ON
     key = semantic_abi(BASE_ABI, artifact, policy)
     return PreparedAdapter(
-        AdapterIdentity(BASE_ABI, artifact, key, policy), "lora", (8,), ("q", "v"), 4, 4, 2, 8192, 1000, "4 of 4",
+        AdapterIdentity(BASE_ABI, artifact, key, policy),
+        "lora",
+        (8,),
+        ("q", "v"),
+        4,
+        4,
+        2,
+        8192,
+        1000,
+        "4 of 4",
         RegisterAdapter(0, key, key, 2, ((8, 2),), (0, 2), 1000, invocation=tuple(tokens)),
-        companions=read_companions(Path(source)), shares_base_prefix=bool(tokens),
+        companions=read_companions(Path(source)),
+        shares_base_prefix=bool(tokens),
         card=read_card(Path(source), activated=False) if card is None else Card(*card),
-    )  # fmt: skip
+    )
 
 
 def echo(message: Submit) -> Sequence[int]:
@@ -246,9 +256,14 @@ class Front:
         self.adapters = AdapterService(self.engine, AdapterCatalog(frozenset({BASE})), prepare, texts=texts)
         self.provenance = Provenance(RequestLog(self.adapters.catalog.store.database), self.adapters.off_loop)
         self.service = Service(
-            settings, BASE, codec, cast("Any", self.engine), cast("Any", self.supervisor), self.adapters,
+            settings,
+            BASE,
+            codec,
+            cast("Any", self.engine),
+            cast("Any", self.supervisor),
+            self.adapters,
             self.provenance,
-        )  # fmt: skip
+        )
         self.service.phase = ServicePhase.OPEN
         self.app = create_app(self.service)
         self.http = httpx.AsyncClient(

@@ -16,8 +16,10 @@ from loraplex.core.messages import RegisterAdapter, RemoveAdapter, Submit
 from loraplex.server.auth import read_keys
 
 FIELDS = {
-    "alias", "revision", "artifact_digest", "semantic_digest", "method", "ranks", "targets", "tensors_applied",
-    "tensors_total", "state", "tier_bytes", "leases", "pinned", "generation", "source", "notes", "text", "chat_suffix",
+    "alias", "revision", "artifact_digest", "semantic_digest", "method", "ranks", "targets",
+    "tensors_applied",
+    "tensors_total", "state", "tier_bytes", "leases", "pinned", "generation", "source", "notes", "text",
+    "chat_suffix",
     "invocation_tokens", "shares_base_prefix",
 }  # fmt: skip
 
@@ -78,8 +80,9 @@ def test_swap_by_compare_and_set(tmp_path: Path) -> None:
         conflict = await put(front, "a", front.source("one"), expected_revision=1)
         assert error_of(conflict) == (409, "adapter_revision_conflict", "expected_revision")
         assert error_of(await put(front, "b", front.source("one"), expected_revision=1))[:2] == (
-            404, "adapter_not_found",
-        )  # fmt: skip
+            404,
+            "adapter_not_found",
+        )
         assert front.engine.of(RemoveAdapter)[0].key == first["semantic_digest"]
 
     run(tmp_path, test)
@@ -173,16 +176,23 @@ def test_vllm_calls(tmp_path: Path) -> None:
             "adapter_exists",
             "lora_name",
         )
-        assert error_of(await front.http.post("/v1/load_lora_adapter", json={**load, "lora_name": BASE}))[:2] == (
-            400, "adapter_exists",
-        )  # fmt: skip
+        assert error_of(await front.http.post("/v1/load_lora_adapter", json={**load, "lora_name": BASE}))[
+            :2
+        ] == (
+            400,
+            "adapter_exists",
+        )
         assert error_of(await front.http.post("/v1/load_lora_adapter", json={"lora_name": "a"})) == (
-            400, "invalid_request", "lora_path",
-        )  # fmt: skip
+            400,
+            "invalid_request",
+            "lora_path",
+        )
         outside = {"lora_name": "b", "lora_path": "/etc"}
         assert error_of(await front.http.post("/v1/load_lora_adapter", json=outside)) == (
-            403, "adapter_source_forbidden", "lora_path",
-        )  # fmt: skip
+            403,
+            "adapter_source_forbidden",
+            "lora_path",
+        )
         again = {**load, "lora_path": front.source("two"), "load_inplace": True}
         assert (await front.http.post("/v1/load_lora_adapter", json=again)).status_code == 200
         assert (await front.http.get("/v1/adapters/a")).json()["revision"] == 2
@@ -194,8 +204,10 @@ def test_vllm_calls(tmp_path: Path) -> None:
             "Success: LoRA adapter 'a' removed successfully.",
         )
         assert error_of(await front.http.post("/v1/unload_lora_adapter", json={"lora_name": "a"})) == (
-            404, "adapter_not_found", "lora_name",
-        )  # fmt: skip
+            404,
+            "adapter_not_found",
+            "lora_name",
+        )
 
     run(tmp_path, test)
 
@@ -210,8 +222,13 @@ def test_sources_outside_the_roots_are_forbidden(tmp_path: Path) -> None:
         inside = front.source("one")
         (front.roots / "alias").symlink_to(inside)
         for source in (
-            str(outside), str(front.roots / "link"), f"{inside}/../one", "one", str(tmp_path / "adapters-evil"), "/etc",
-        ):  # fmt: skip
+            str(outside),
+            str(front.roots / "link"),
+            f"{inside}/../one",
+            "one",
+            str(tmp_path / "adapters-evil"),
+            "/etc",
+        ):
             assert error_of(await put(front, "a", source)) == (403, "adapter_source_forbidden", "source"), (
                 source
             )
@@ -373,9 +390,20 @@ def test_a_key_is_its_bytes_and_is_sent_once(tmp_path: Path) -> None:
             assert ring.identify([scheme + key.encode() + b" "]).tenant == "t"
     digest = hashlib.sha256(b"k").hexdigest().encode()
     for wrong in (
-        [], [b""], [b"k"], [b"Bearer"], [b"Bearerk"], [b"Basic k"], [b"Bearer K"], [b"Bearer " + digest],
-        [b"Bearer \xa0k\xa0"], [b"Bearer k\x85"], [b"Bearer \xff"], [b"Bearer k", b"Bearer k"], [b"Bearer x", b"Bearer k"],
-    ):  # fmt: skip
+        [],
+        [b""],
+        [b"k"],
+        [b"Bearer"],
+        [b"Bearerk"],
+        [b"Basic k"],
+        [b"Bearer K"],
+        [b"Bearer " + digest],
+        [b"Bearer \xa0k\xa0"],
+        [b"Bearer k\x85"],
+        [b"Bearer \xff"],
+        [b"Bearer k", b"Bearer k"],
+        [b"Bearer x", b"Bearer k"],
+    ):
         with pytest.raises(CallerError) as caught:
             ring.identify(wrong)
         assert caught.value.code is ErrorCode.UNAUTHENTICATED, wrong

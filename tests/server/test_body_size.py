@@ -29,7 +29,8 @@ def filled(before: bytes, item: bytes, after: bytes) -> bytes:
 
 HOSTILE: list[tuple[bytes, Any, str]] = [
     (filled(b'{"model":"m","messages":[', MESSAGE, b"]}"), ChatRequest, "messages"),
-    (filled(b'{"model":"m","messages":[', b'{ \n"role":"user","content":""}', b"]}"), ChatRequest, "messages"),
+    (filled(b'{"model":"m","messages":[', b'{ \n"role":"user","content":""}', b"]}"), ChatRequest,
+    "messages"),
     (filled(b'{"model":"m","messages":[{"role":"user","content":[', PART, b"]}]}"), ChatRequest, "messages"),
     (filled(b'{"model":"m","messages":[],"tools":[', b"[]", b"]}"), ChatRequest, "tools"),
     (filled(b'{"model":"m","messages":[],"stop":[', b'"ab"', b"]}"), ChatRequest, "stop"),

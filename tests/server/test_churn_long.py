@@ -63,9 +63,14 @@ class Churn:
 
     async def ask(self, alias: str, prompt: list[int], count: int, leave_after: int | None) -> None:
         body = {
-            "model": alias, "prompt": prompt, "max_tokens": count, "temperature": 0, "stream": True,
-            "return_token_ids": True, "ignore_eos": True,
-        }  # fmt: skip
+            "model": alias,
+            "prompt": prompt,
+            "max_tokens": count,
+            "temperature": 0,
+            "stream": True,
+            "return_token_ids": True,
+            "ignore_eos": True,
+        }
         seen: list[int] = []
         async with self.server.http.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
@@ -177,10 +182,18 @@ def test_two_hundred_adapters_over_a_pool_of_twenty(tmp_path: Path) -> None:
             churn.sources = {item["semantic_digest"]: item["source"] for item in listed}
             await churn.run(SECONDS)
             figures = await idle(server)
-            print(json.dumps({
-                "answers": len(churn.answers), "ends": churn.ends, "swaps": churn.swaps, "loads": figures["loads"],
-                "host": figures["host"], "preemptions": figures["preemptions"],
-            }))  # fmt: skip
+            print(
+                json.dumps(
+                    {
+                        "answers": len(churn.answers),
+                        "ends": churn.ends,
+                        "swaps": churn.swaps,
+                        "loads": figures["loads"],
+                        "host": figures["host"],
+                        "preemptions": figures["preemptions"],
+                    }
+                )
+            )
             assert set(churn.ends) <= {"length", "left"} | REFUSALS
             assert churn.ends["length"] > 10 * SECONDS / 20
             assert set(churn.swaps) <= {"done"} | REFUSALS

@@ -154,9 +154,10 @@ def test_a_killed_loader_fails_the_load_in_hand_and_nothing_else(tmp_path: Path)
         async with whole(tmp_path, engines.VIRTUAL, adapter_dirs=[str(tmp_path / "adapters")]) as client:
             server = psutil.Process(client.server.process.pid)
             (loader,) = [
-                child for child in server.children()
+                child
+                for child in server.children()
                 if "loraplex.adapters.prepare_process" in " ".join(child.cmdline())
-            ]  # fmt: skip
+            ]
             stream = await client.stream([70, 71], 400)
             await anext(stream)
             source = {"source": str(tmp_path / "adapters" / "two")}

@@ -1,4 +1,5 @@
-"""Every field of a body is read by what carries it out, is refused, or says in its type that it has no effect.
+"""Every field of a body is read by what carries it out, is refused, or says in its type that it has no
+effect.
 
 The types are watched while requests of every kind are answered.
 """

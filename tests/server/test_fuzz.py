@@ -21,10 +21,14 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "ma
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", 1]}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 SEEDS: list[tuple[str, str, dict[str, Any]]] = [
-    ("POST", "/v1/completions", {"model": "tiny", "prompt": "hello", "max_tokens": 4, "stop": ["a"], "n": 2, "seed": 1}),
-    ("POST", "/v1/completions", {"model": "one", "prompt": [[70, 71], [72]], "max_tokens": 2, "logprobs": 2, "echo": True}),
-    ("POST", "/v1/completions", {"model": "two", "prompt": "h", "max_tokens": 3, "logit_bias": {"5": 1.5}, "top_p": 0.5}),
-    ("POST", "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "temperature": 0.5, "user": "u"}),
+    ("POST", "/v1/completions", {"model": "tiny", "prompt": "hello", "max_tokens": 4, "stop": ["a"], "n": 2,
+    "seed": 1}),
+    ("POST", "/v1/completions", {"model": "one", "prompt": [[70, 71], [72]], "max_tokens": 2, "logprobs": 2,
+    "echo": True}),
+    ("POST", "/v1/completions", {"model": "two", "prompt": "h", "max_tokens": 3, "logit_bias": {"5": 1.5},
+    "top_p": 0.5}),
+    ("POST", "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "temperature": 0.5,
+    "user": "u"}),
     ("POST", "/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}}),
     ("POST", "/v1/chat/completions", {**CHAT, "max_tokens": 40, "response_format": FORMAT}),
     ("PUT", "/v1/adapters/one", {"source": "/nowhere", "expected_revision": 7}),
@@ -32,17 +36,24 @@ SEEDS: list[tuple[str, str, dict[str, Any]]] = [
     ("POST", "/v1/unload_lora_adapter", {"lora_name": "nobody"}),
 ]  # fmt: skip
 ODD: list[Any] = [
-    None, True, False, 0, -1, 1, 1 << 31, 1 << 53, 1 << 63, 1 << 64, 10**40, 0.5, -0.0, 1e308, 5e-324, "", "0", "tiny", "one@1",
-    "one@999999999999999999999", "\u0000", "\ud7ff", "𝔸", "e\u0301" * 40, "a" * 3000, "../../etc/passwd", "%00", [], [[]],
+    None, True, False, 0, -1, 1, 1 << 31, 1 << 53, 1 << 63, 1 << 64, 10**40, 0.5, -0.0, 1e308, 5e-324, "",
+    "0", "tiny", "one@1",
+    "one@999999999999999999999", "\u0000", "\ud7ff", "𝔸", "e\u0301" * 40, "a" * 3000, "../../etc/passwd",
+    "%00", [], [[]],
     [None], {}, {"": None}, {"type": "text"}, [[[[[[]]]]]], [0] * 200, ["x"] * 300, {"a": {"b": {"c": []}}},
 ]  # fmt: skip
 RAW = [
-    b"", b"null", b"[]", b"{", b"}", b"\xff\xfe", b"\xef\xbb\xbf{}", b"NaN", b"1e999", b'{"model":1e999}', b"[" * 100_000,
-    b'{"a":' * 50_000, b'{"model":"tiny","model":"one","prompt":"h","max_tokens":1}', b'{"prompt":"\xc3\x28"}',
-    b'{"model":"tiny","prompt":"\\ud800","max_tokens":1}', b'{"model":"tiny","prompt":"\\u0000","max_tokens":1}',
+    b"", b"null", b"[]", b"{", b"}", b"\xff\xfe", b"\xef\xbb\xbf{}", b"NaN", b"1e999", b'{"model":1e999}',
+    b"[" * 100_000,
+    b'{"a":' * 50_000, b'{"model":"tiny","model":"one","prompt":"h","max_tokens":1}',
+    b'{"prompt":"\xc3\x28"}',
+    b'{"model":"tiny","prompt":"\\ud800","max_tokens":1}',
+    b'{"model":"tiny","prompt":"\\u0000","max_tokens":1}',
     b"\x00" * 64, b'"' + b"a" * 70_000 + b'"', b'{"model":"tiny","prompt":"h","max_tokens":1}garbage',
-    b'{"model":"tiny","prompt":"h","seed":' + b"9" * 5000 + b"}", b'{"model":"tiny","prompt":"h","temperature":1e400}',
-    b'{"model":"tiny","prompt":"h","temperature":NaN}', b'{"model":"tiny","prompt":"h","logit_bias":{"1":Infinity}}',
+    b'{"model":"tiny","prompt":"h","seed":' + b"9" * 5000 + b"}",
+    b'{"model":"tiny","prompt":"h","temperature":1e400}',
+    b'{"model":"tiny","prompt":"h","temperature":NaN}',
+    b'{"model":"tiny","prompt":"h","logit_bias":{"1":Infinity}}',
 ]  # fmt: skip
 
 
@@ -109,9 +120,12 @@ def test_bodies(server: Target) -> None:
 def request(method: str, path: str, body: bytes, *headers: bytes, length: int | None = None) -> bytes:
     size = len(body) if length is None else length
     lines = [
-        f"{method} {path} HTTP/1.1".encode(), b"host: x", b"content-type: application/json",
-        b"content-length: %d" % size, *headers,
-    ]  # fmt: skip
+        f"{method} {path} HTTP/1.1".encode(),
+        b"host: x",
+        b"content-type: application/json",
+        b"content-length: %d" % size,
+        *headers,
+    ]
     return b"\r\n".join([*lines, b"", body])
 
 
@@ -160,10 +174,15 @@ def raw(server: Target, count: int, seed: int) -> None:
         lambda: request("POST", "/v1/completions", LONG)[: rng.choice([9999, 200])],
         lambda: request("GET", "/v1/models", b"") * rng.randint(2, 30),
         lambda: request("POST", "/v1/completions", GOOD) * rng.randint(2, 6),
-        lambda: mangle(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n", rng),
+        lambda: mangle(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"5\r\nhello\r\n0\r\n\r\n",
+            rng,
+        ),
         lambda: b"GET /" + rng.randbytes(rng.randint(1, 3000)) + b" HTTP/1.1\r\n\r\n",
         lambda: b"GET /health HTTP/1.1\r\n" + b"x: " + b"y" * rng.choice([10, 70_000, 600_000]) + b"\r\n\r\n",
-        lambda: b"GET /health HTTP/1.1\r\n" + b"".join(b"h%d: v\r\n" % k for k in range(rng.choice([5, 90, 3000]))) + b"\r\n",
+        lambda: b"GET /health HTTP/1.1\r\n" + b"".join(b"h%d: v\r\n" % k for k in range(rng.choice([5, 90,
+        3000]))) + b"\r\n",
         lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + rng.randbytes(40),
         lambda: b"\x16\x03\x01" + rng.randbytes(rng.randint(1, 200)),
         lambda: rng.randbytes(rng.randint(1, 500)),

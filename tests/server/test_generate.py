@@ -210,9 +210,12 @@ def test_chat_stream(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
         front.say("hello 👩")
         stream = await front.openai.chat.completions.create(
-            model=BASE, messages=[{"role": "user", "content": "x"}], n=2, stream=True,
+            model=BASE,
+            messages=[{"role": "user", "content": "x"}],
+            n=2,
+            stream=True,
             stream_options={"include_usage": True},
-        )  # fmt: skip
+        )
         chunks = [chunk async for chunk in stream]
         for index in range(2):
             mine = [c for chunk in chunks for c in chunk.choices if c.index == index]
@@ -252,7 +255,8 @@ def test_a_client_that_goes_away_withdraws_its_requests(tmp_path: Path, path: st
             sent.append(message)
 
         scope = {
-            "type": "http", "method": "POST", "path": path, "headers": [(b"content-type", b"application/json")]
+            "type": "http", "method": "POST", "path": path,
+            "headers": [(b"content-type", b"application/json")]
         }  # fmt: skip
         serving = asyncio.ensure_future(front.app(scope, receive, send))
         await front.engine.submitted.wait()
@@ -343,10 +347,21 @@ def test_a_folder_without_tokenizer_serves_token_ids(tmp_path: Path) -> None:
 def test_options_reach_the_engine(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
         await front.complete(
-            max_tokens=3, temperature=0, top_p=0.5, top_k=7, min_p=0.1, seed=3, repetition_penalty=1.5,
-            presence_penalty=1, frequency_penalty=-1, logit_bias={"5": 2, "3": -1}, ignore_eos=True, priority=-4,
-            ttft_deadline_ms=250, user="u",
-        )  # fmt: skip
+            max_tokens=3,
+            temperature=0,
+            top_p=0.5,
+            top_k=7,
+            min_p=0.1,
+            seed=3,
+            repetition_penalty=1.5,
+            presence_penalty=1,
+            frequency_penalty=-1,
+            logit_bias={"5": 2, "3": -1},
+            ignore_eos=True,
+            priority=-4,
+            ttft_deadline_ms=250,
+            user="u",
+        )
         message = front.engine.of(Submit)[0]
         sampling = message.sampling
         assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (3, 0.0, 0.5, 7)

@@ -14,7 +14,8 @@ from loraplex.server.auth import KeyFile
 
 
 def line(key: str, tenant: str = "t", role: str = "user") -> str:
-    return f'{{"sha256": "{hashlib.sha256(key.encode()).hexdigest()}", "tenant": "{tenant}", "role": "{role}"}}\n'
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return f'{{"sha256": "{digest}", "tenant": "{tenant}", "role": "{role}"}}\n'
 
 
 def known(keys: KeyFile, key: str) -> bool:

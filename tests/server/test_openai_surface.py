@@ -137,9 +137,18 @@ def test_stop_and_limits(client: openai.OpenAI) -> None:
     )
     assert short.choices[0].finish_reason == "length"
     biased = client.completions.create(
-        model=BASE, prompt="hello", max_tokens=3, temperature=0, logit_bias={"80": 100}, presence_penalty=0.1,
-        frequency_penalty=0.1, top_p=0.9, best_of=1, user="somebody", extra_body={"top_k": 5, "return_token_ids": True},
-    )  # fmt: skip
+        model=BASE,
+        prompt="hello",
+        max_tokens=3,
+        temperature=0,
+        logit_bias={"80": 100},
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        top_p=0.9,
+        best_of=1,
+        user="somebody",
+        extra_body={"top_k": 5, "return_token_ids": True},
+    )
     assert biased.choices[0].model_dump()["token_ids"] == [80, 80, 80]
 
 
@@ -151,8 +160,11 @@ def test_chat(client: openai.OpenAI, model: str) -> None:
     answer = ask(max_completion_tokens=8, temperature=0, logprobs=True, top_logprobs=2)
     message = answer.choices[0].message
     assert (answer.object, message.role, message.refusal, message.tool_calls) == (
-        "chat.completion", "assistant", None, None,
-    )  # fmt: skip
+        "chat.completion",
+        "assistant",
+        None,
+        None,
+    )
     content = answer.choices[0].logprobs.content
     assert len(content) == answer.usage.completion_tokens
     for entry in content:
@@ -259,9 +271,10 @@ def test_formats_beside_free_answers_and_the_parse_helper(client: openai.OpenAI)
     fits(completion.choices[0].text)
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(
-            model=BASE, messages=MESSAGES,
+            model=BASE,
+            messages=MESSAGES,
             response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}},
-        )  # fmt: skip
+        )
     assert (refused.value.code, refused.value.param) == ("schema_unsupported", "response_format")
 
 
@@ -337,9 +350,14 @@ def test_errors_are_the_client_s_classes(server: Target, client: openai.OpenAI) 
     assert refused(openai.BadRequestError, "context_length_exceeded", max_tokens=10_000).param == "max_tokens"
     assert refused(openai.BadRequestError, "unsupported_option", store=True).param == "store"
     assert refused(openai.BadRequestError, "invalid_request", extra_body={"foo": 1}).param == "foo"
-    assert refused(openai.APIStatusError, "request_too_large", messages=[
-        {"role": "user", "content": "x" * (9 << 20)}
-    ]).status_code == 413  # fmt: skip
+    assert (
+        refused(
+            openai.APIStatusError,
+            "request_too_large",
+            messages=[{"role": "user", "content": "x" * (9 << 20)}],
+        ).status_code
+        == 413
+    )
     with (
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as stranger,
         pytest.raises(openai.AuthenticationError),

@@ -21,8 +21,11 @@ from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.e2e
 CHECKS = [
-    content_type_conformance, not_a_server_error, response_schema_conformance, status_code_conformance,
-]  # fmt: skip
+    content_type_conformance,
+    not_a_server_error,
+    response_schema_conformance,
+    status_code_conformance,
+]
 
 
 @pytest.fixture(scope="module")

@@ -44,8 +44,9 @@ def test_an_adapter_answer_names_every_digest(tmp_path: Path) -> None:
         assert (found["model"], found["namespace"], found["tenant"]) == ("a@1", "default", "default")
         assert (found["attempt"], found["catalog_generation"], found["outcome"]) == (0, 1, "ok")
         assert (found["prompt_tokens"], found["output_tokens"]) == (
-            answer.json()["usage"]["prompt_tokens"], answer.json()["usage"]["completion_tokens"],
-        )  # fmt: skip
+            answer.json()["usage"]["prompt_tokens"],
+            answer.json()["usage"]["completion_tokens"],
+        )
         assert [choice["finish_reason"] for choice in found["choices"]] == ["stop", "stop"]
         assert found["choices"][0]["seed"] == 7
         binding = RequestBinding(
@@ -73,9 +74,14 @@ def test_what_the_engine_bound_is_in_the_record(tmp_path: Path, monkeypatch: pyt
             found = (await ask(front, answer.headers["x-request-id"])).json()
             (choice,) = found["choices"]
             assert choice["generations"] == {
-                "catalog": "catalog:1", "request": "request:0", "slot": "slot:11", "pointer_table": "pointer_table:11",
-                "plan": "plan:40", "cache": "cache:2", "rng": "rng:0",
-            }  # fmt: skip
+                "catalog": "catalog:1",
+                "request": "request:0",
+                "slot": "slot:11",
+                "pointer_table": "pointer_table:11",
+                "plan": "plan:40",
+                "cache": "cache:2",
+                "rng": "rng:0",
+            }
             slot = SlotBinding(0, "cpu", 3, 11, 11, found["semantic"] or "", found["kernel"] or "")
             assert choice["slot"] == (slot.digest if model == "a" else None)
             assert choice["admissions"] == 1

@@ -115,7 +115,8 @@ CHAT: list[tuple[dict[str, Any], tuple[int, str], str | None]] = [
         (
             {"messages": [{"role": "function", "content": "x"}]},
             (
-                "messages[0].role is 'function', expected 'system' or 'developer' or 'user' or 'assistant' or "
+                "messages[0].role is 'function', expected 'system' or 'developer' or 'user' or 'assistant' "
+                "or "
                 "'tool'"
             ),
         ),
@@ -170,7 +171,8 @@ def test_an_answer_holds_so_many_log_probabilities_of_prompts(
 def test_an_answer_is_short_however_long_what_it_refuses(tmp_path: Path) -> None:
     long = "x" * 1_000_000
     bodies: list[dict[str, Any]] = [
-        {"model": long}, {long: 1}, {"stop": long}, {"temperature": long}, {"stream_options": {long: 1}}, {"seed": 1 << 14_000},
+        {"model": long}, {long: 1}, {"stop": long}, {"temperature": long}, {"stream_options": {long: 1}},
+        {"seed": 1 << 14_000},
     ]  # fmt: skip
 
     async def test(front: Front) -> None:

@@ -45,10 +45,12 @@ def test_actions(tmp_path: Path) -> None:
 
 BODILESS = [
     ("POST", "/v1/adapters/a/pin"), ("POST", "/v1/adapters/a/unpin"), ("POST", "/v1/adapters/a/prefetch"),
-    ("POST", "/v1/adapters/a/revoke"), ("DELETE", "/v1/adapters/a"), ("GET", "/v1/adapters/a"), ("GET", "/v1/adapters"),
+    ("POST", "/v1/adapters/a/revoke"), ("DELETE", "/v1/adapters/a"), ("GET", "/v1/adapters/a"),
+    ("GET", "/v1/adapters"),
     ("GET", "/v1/models"), ("GET", "/v1/models/a"), ("GET", "/v1/residency"), ("GET", "/v1/limits"),
     ("GET", "/v1/requests/r/provenance"), ("GET", "/health"), ("GET", "/ready"), ("GET", "/metrics"),
-    ("GET", "/openapi.json"), ("OPTIONS", "/v1/adapters/a"), ("GET", "/ping"), ("POST", "/ping"), ("GET", "/load"),
+    ("GET", "/openapi.json"), ("OPTIONS", "/v1/adapters/a"), ("GET", "/ping"), ("POST", "/ping"),
+    ("GET", "/load"),
     ("GET", "/version"),
 ]  # fmt: skip
 JSON = {"content-type": "application/json"}
@@ -56,7 +58,8 @@ JSON = {"content-type": "application/json"}
 
 def test_a_body_where_none_belongs_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     bodies = {
-        b'{"pinned": true}': "pinned", b'{"a": 1, "a": 2}': "a", b"{": None, b"\xff": None, b" ": None, b"null": None,
+        b'{"pinned": true}': "pinned", b'{"a": 1, "a": 2}': "a", b"{": None, b"\xff": None, b" ": None,
+        b"null": None,
         b"[]": None, b'""': None, b"{} {}": None, b"[" * 100_000: None,
     }  # fmt: skip
 
@@ -116,8 +119,11 @@ def test_a_tenant_does_not_revoke_what_others_name(tmp_path: Path) -> None:
 
         same, own = {"source": front.source("same")}, {"source": front.source("own")}
         for key, alias, body in (
-            ("key", "all", same), ("blue-key", "mine", same), ("red-key", "hers", same), ("red-key", "own", own),
-        ):  # fmt: skip
+            ("key", "all", same),
+            ("blue-key", "mine", same),
+            ("red-key", "hers", same),
+            ("red-key", "own", own),
+        ):
             assert (await call(key, "PUT", alias, body)).status_code == 201
         refused = await call("blue-key", "POST", "mine/revoke")
         assert error_of(refused)[:2] == (403, "forbidden")
@@ -152,8 +158,13 @@ def test_limits_are_shown_and_changed(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
         shown = (await front.http.get("/v1/limits")).json()
         assert set(shown) == {
-            "pool_share", "adapter_pages", "pool_pages", "resident_adapters", "host_bytes", "over",
-        }  # fmt: skip
+            "pool_share",
+            "adapter_pages",
+            "pool_pages",
+            "resident_adapters",
+            "host_bytes",
+            "over",
+        }
         changed = await front.http.put("/v1/limits", json={"pool_share": 0.5, "host_gb": 1})
         assert changed.status_code == 200, changed.text
         assert front.engine.of(SetLimits) == [SetLimits(0, 4, None, 1 << 30)]

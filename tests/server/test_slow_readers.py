@@ -88,9 +88,13 @@ def test_a_drain_does_not_wait_for_who_does_not_read(tmp_path: Path) -> None:
     async def test() -> None:
         write_adapter(tmp_path / "adapters" / "one")
         async with started(
-            tmp_path, engines.ECHO, "real", drain_s=200, log_level="warning",
+            tmp_path,
+            engines.ECHO,
+            "real",
+            drain_s=200,
+            log_level="warning",
             adapter_dirs=[str(tmp_path / "adapters")],
-        ) as server:  # fmt: skip
+        ) as server:
             await server.until_said("ready on")
             with socket.socket() as client:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -46,9 +46,14 @@ def question(number: int) -> dict[str, Any]:
     letters = [chance.randrange(70, 90) for _ in range(chance.randrange(1, 60))]
     model = (BASE, "one", "two")[number % 3]
     return {
-        "model": model, "prompt": letters, "max_tokens": chance.randrange(1, MOST), "stream": True, "return_token_ids": True,
-        "temperature": 0, "ignore_eos": True,
-    }  # fmt: skip
+        "model": model,
+        "prompt": letters,
+        "max_tokens": chance.randrange(1, MOST),
+        "stream": True,
+        "return_token_ids": True,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
 
 
 async def ask(http: httpx.AsyncClient, body: dict[str, Any], leave_after: int | None = None) -> list[int]:
@@ -125,10 +130,13 @@ async def soak(tmp_path: Path, seconds: float) -> dict[str, Any]:
         assert after[1] - before[1] < GROWTH_BYTES, (before, after)
         assert done["left"] > 0
         return {
-            "seconds": round(took, 1), **done, "tokens_a_second": round(done["tokens"] / took),
+            "seconds": round(took, 1),
+            **done,
+            "tokens_a_second": round(done["tokens"] / took),
             "server_mib": [round(before[0] / 2**20, 1), round(after[0] / 2**20, 1)],
-            "engine_mib": [round(before[1] / 2**20, 1), round(after[1] / 2**20, 1)], "preemptions": figures["preemptions"],
-        }  # fmt: skip
+            "engine_mib": [round(before[1] / 2**20, 1), round(after[1] / 2**20, 1)],
+            "preemptions": figures["preemptions"],
+        }
 
 
 def test_many_clients_some_of_which_leave(tmp_path: Path) -> None:

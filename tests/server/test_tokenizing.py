@@ -18,8 +18,11 @@ def test_texts_conversations_and_ids_by_the_model_that_is_asked(tmp_path: Path) 
         plain = (await post("/tokenize", model=BASE, prompt="hello", return_token_strs=True)).json()
         ids = [0, *front.ids("hello")]
         assert plain == {
-            "count": len(ids), "max_model_len": MAX_LEN, "tokens": ids, "token_strs": ["<|start|>", "hello"],
-        }  # fmt: skip
+            "count": len(ids),
+            "max_model_len": MAX_LEN,
+            "tokens": ids,
+            "token_strs": ["<|start|>", "hello"],
+        }
         bare = (await post("/tokenize", prompt="hello", add_special_tokens=False)).json()
         assert (bare["tokens"], bare["token_strs"]) == (ids[1:], None)
         messages = [{"role": "user", "content": "hello"}]

@@ -120,7 +120,10 @@ def test_a_client_that_stops_reading_loses_its_request_and_nobody_waits(tmp_path
             ).encode()
             host, port = "127.0.0.1", int(client.server.url.rpartition(":")[2])
             reader, writer = await asyncio.open_connection(host, port, limit=1024)
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            head = (
+                "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\n\r\n"
+            )
             writer.write(head.encode() + body)
             assert b"200 OK" in await reader.readline()  # and from here on nothing is read
             while await client.live():
@@ -165,9 +168,10 @@ def test_adapters_over_the_command_line(tmp_path: Path) -> None:
             async def command(*words: str) -> tuple[int, str]:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "loraplex.cli", "adapters", *words, "--url", client.server.url),
-                    stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.STDOUT,
                     env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-                )  # fmt: skip
+                )
                 out, _ = await process.communicate()
                 assert process.returncode is not None
                 return process.returncode, out.decode()

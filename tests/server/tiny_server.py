@@ -18,8 +18,10 @@ def write_model(folder: Path) -> Path:
     """config.json of a tiny Llama; there are no weights and no tokenizer."""
     folder.mkdir(parents=True)
     config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 997, "hidden_size": HIDDEN,
-        "intermediate_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 997,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 2,
+        "num_key_value_heads": 2,
         "head_dim": 8, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
         "hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
         "eos_token_id": 2,

@@ -81,9 +81,19 @@ def starving(seed: int) -> Setup:
     )
     limits = replace(limits, kv=replace(limits.kv, page_tokens=2))
     return replace(
-        drawn, limits=limits, arrivals=1.0, cap=16, swaps=0.0, base_share=0.95, aliases=3, adapter_pages=12,
-        operations=frozenset(), prompt_tokens=12, output_tokens=10, max_overtaken=10,
-    )  # fmt: skip
+        drawn,
+        limits=limits,
+        arrivals=1.0,
+        cap=16,
+        swaps=0.0,
+        base_share=0.95,
+        aliases=3,
+        adapter_pages=12,
+        operations=frozenset(),
+        prompt_tokens=12,
+        output_tokens=10,
+        max_overtaken=10,
+    )
 
 
 def test_a_cold_request_is_not_starved_by_ready_ones(monkeypatch: pytest.MonkeyPatch) -> None:

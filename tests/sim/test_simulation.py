@@ -20,7 +20,8 @@ LONG_SEEDS, LONG_TICKS = 5, 2_000
 FOUND = {
     2: "requests parked behind a fetch that failed were never looked at again",
     16: "images of adapters that were leaving kept the host tier full for the requests before theirs",
-    18: "young rows took the whole budget, got no page, and starved the older request that could have preempted them",
+    18: "young rows took the whole budget, got no page, and starved the older request that could have "
+    "preempted them",
     45: "a copy that had ended was copied again when a failed plan gave its deltas back",
     62: "a removed adapter kept its pins and could not be evicted",
     71: "requests waited for ever for an adapter slot that pins held",
@@ -77,8 +78,11 @@ def test_every_fault_kind_strikes_somewhere() -> None:
 def run_cli(*words: str, hash_seed: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "loraplex.cli", "sim", *words],
-        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONHASHSEED": hash_seed},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+    )
 
 
 def test_one_seed_is_one_timeline_under_two_hash_seeds() -> None:

@@ -8,8 +8,15 @@ import pytest
 
 from loraplex.text.grammars import schema_grammar
 
-UNION = [{"type": "object", "properties": {"kind": {"const": word}}, "required": ["kind"], "additionalProperties": False}
-         for word in ("a", "b")]  # fmt: skip
+UNION = [
+    {
+        "type": "object",
+        "properties": {"kind": {"const": word}},
+        "required": ["kind"],
+        "additionalProperties": False,
+    }
+    for word in ("a", "b")
+]
 PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"oneOf": UNION, "discriminator": {"propertyName": "kind"}}, {"oneOf": UNION}),
     ({"type": "string", "example": "x", "contentMediaType": "text/plain"}, {"type": "string"}),

@@ -140,7 +140,8 @@ HUGE = [
     "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
     "{% set ns = namespace(s='ab') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
     (
-        "{% set ns = namespace(s=['ab']) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}{{ "
+        "{% set ns = namespace(s=['ab']) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor "
+        "%}{{ "
         "ns.s }}"
     ),
     "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(60) }}",
@@ -169,7 +170,9 @@ def test_processor_time_ends_a_render(monkeypatch: pytest.MonkeyPatch) -> None:
         ChatTemplate("{% for i in range(99) %}x{% endfor %}", {}, stranger=True).render(MESSAGES)
 
 
-@pytest.mark.parametrize("source", ["{% for x in messages recursive %}{% endfor %}", "{% if %}", "{{ 'a' | wordwrap(1) }}"])  # fmt: skip
+@pytest.mark.parametrize(
+    "source", ["{% for x in messages recursive %}{% endfor %}", "{% if %}", "{{ 'a' | wordwrap(1) }}"]
+)
 def test_a_template_that_cannot_run_is_refused_with_the_adapter(source: str) -> None:
     with pytest.raises(CallerError) as caught:
         codecs().of(Companions(chat_template=source))

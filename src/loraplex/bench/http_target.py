@@ -154,8 +154,8 @@ def model_folder(folder: Path) -> Path:
 def write_tokenizer(folder: Path) -> Path:
     """A tokenizer of printable characters for a model folder; returns the folder.
 
-    No token is a part of a character: the server holds such a part back until the rest comes, and what a client
-    sees of a model with random weights would be gaps of several steps.
+    No token is a part of a character: the server holds such a part back until the rest comes, and what a
+    client sees of a model with random weights would be gaps of several steps.
     """
     tokens = ["<s>", "<pad>", "</s>", *map(chr, range(33, 127))]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))

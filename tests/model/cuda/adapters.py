@@ -30,9 +30,14 @@ class Sort:
 
 
 SORTS = (
-    Sort((4,), ATTENTION), Sort((1, 3, 8)), Sort((2,), (Module.Q, Module.DOWN)), Sort((0, 5), SEVEN, (Factor.G, Factor.C)),
-    Sort((2,), (Module.UP, Module.LM_HEAD)), Sort((3,), (Module.V, Module.EMBED)), Sort((2,), (Module.O, Module.DOWN), (Factor.H,)),
-)  # fmt: skip
+    Sort((4,), ATTENTION),
+    Sort((1, 3, 8)),
+    Sort((2,), (Module.Q, Module.DOWN)),
+    Sort((0, 5), SEVEN, (Factor.G, Factor.C)),
+    Sort((2,), (Module.UP, Module.LM_HEAD)),
+    Sort((3,), (Module.V, Module.EMBED)),
+    Sort((2,), (Module.O, Module.DOWN), (Factor.H,)),
+)
 """The first four are served by captured launches, the others by operator families."""
 
 

@@ -46,8 +46,8 @@ for decode_first in (False, True):
 build(kernels.pad_kernel, {}, {"UPTO": 2048, "BLOCK": inputs.ROW_BLOCK})
 for heads_count, kv_heads, half, block in ((32, 8, 64, 8), (9, 3, 32, 4)):
     build(kernels.rope_append_kernel, pool,
-          {"PAGE_STRIDE": 1 << 20, "PAGE_TOKENS": 16, "HEADS": heads_count, "KV_HEADS": kv_heads, "HALF": half,
-           "HALF_BLOCK": half, "HEAD_BLOCK": block, "PDL": True}, launch_pdl=True)
+          {"PAGE_STRIDE": 1 << 20, "PAGE_TOKENS": 16, "HEADS": heads_count, "KV_HEADS": kv_heads,
+           "HALF": half, "HALF_BLOCK": half, "HEAD_BLOCK": block, "PDL": True}, launch_pdl=True)
 build(kernels.best_kernel, scores | {"logits_ptr": "*bf16"},
       {"VOCAB": 128256, "SAMPLED": 128256, "SPLITS": heads.SPLITS, "BLOCK": heads.BLOCK})
 build(kernels.choose_kernel, scores, {"SPLITS": heads.SPLITS})
@@ -69,7 +69,14 @@ def test_every_kernel_of_a_step_compiles_for_hopper(tmp_path) -> None:
     assert run.returncode == 0, run.stderr[-4000:]
     built = json.loads(run.stdout.splitlines()[-1])
     assert {row[0] for row in built} == {
-        "deltas_kernel", "unpack_kernel", "pad_kernel", "rope_append_kernel", "best_kernel", "choose_kernel", "cut_kernel",
-        "draw_kernel", "pick_kernel",
-    }  # fmt: skip
+        "deltas_kernel",
+        "unpack_kernel",
+        "pad_kernel",
+        "rope_append_kernel",
+        "best_kernel",
+        "choose_kernel",
+        "cut_kernel",
+        "draw_kernel",
+        "pick_kernel",
+    }
     assert [row for row in built if row[1] or not row[2]] == []

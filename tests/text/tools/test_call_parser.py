@@ -34,7 +34,8 @@ def test_every_split_of_an_answer_reads_the_same(
         assert said_and_called([*parts, *parser.finish()]) == (said, called), split
 
 
-MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name"', ": ", '"f"', ', "arguments"', '{"a', "\\", '"', "}", "]", "[", ";", ",", "\n", "x"]  # fmt: skip
+MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name"', ": ", '"f"',
+', "arguments"', '{"a', "\\", '"', "}", "]", "[", ";", ",", "\n", "x"]  # fmt: skip
 
 
 @given(

@@ -59,7 +59,10 @@ ANSWERS: dict[str, list[tuple[str, str, list[Call]]]] = {
         ("[TOOL_CALL] is no mark", "[TOOL_CALL] is no mark", []),
         ('[TOOL_CALLS] [{"name": "clock", "arguments": {}}]', "", [("clock", "{}")]),
         (
-            'Yes. [TOOL_CALLS][{"name": "a", "arguments": {"x": [[], "]"]}} ,\n {"name": "b", "arguments": {}, "id": "q"}]',
+            (
+                'Yes. [TOOL_CALLS][{"name": "a", "arguments": {"x": [[], "]"]}} ,\n '
+                '{"name": "b", "arguments": {}, "id": "q"}]'
+            ),
             "Yes.",
             [("a", '{"x": [[], "]"]}'), ("b", "{}")],
         ),
@@ -86,7 +89,8 @@ HERMES_TEMPLATE = (
     "%}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
+    "</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA_TEMPLATE = (
