@@ -157,9 +157,8 @@ async def serve(
 
     with Signals(at_once) as signals:
         await listener.start()
-        async with (
-            contextlib.AsyncExitStack() as closing
-        ):  # the last one first; one that fails does not keep the rest
+        # The last one first; one that fails does not keep the rest.
+        async with contextlib.AsyncExitStack() as closing:
             closing.callback(service.workers.close)
             for close in (
                 preparation.close,
