@@ -65,7 +65,7 @@ def test_serve_understands_the_documented_options(
     [
         ("serve", "config_invalid", "--demo"),
         ("serve M --tensor-parallel 2", "unsupported_option", "--tensor-parallel"),
-        ("serve M --policy lottery", "unsupported_option", "--policy"),
+        ("serve M --policy lottery", "config_invalid", "policy"),
         ("serve M --store-gb 0", "config_invalid", "store_gb"),
         ("serve M --adapter sql", "config_invalid", "NAME=SOURCE"),
         ("serve M --host 0.0.0.0", "config_invalid", "--api-key-file"),

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from loraplex.config import ServeConfig, is_loopback, parse_adapter, parse_tool_format
+from loraplex.config import POLICIES, ServeConfig, is_loopback, parse_adapter, parse_tool_format
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.schedule.policy import POLICIES as schedule_policies
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,7 @@ from loraplex.core.errors import CallerError, ErrorCode
         ({"model": "m", "device": "tpu"}, "device"),
         ({"model": "m", "dtype": "int8"}, "dtype"),
         ({"model": "m", "load_format": "gguf"}, "load_format"),
+        ({"model": "m", "policy": "lottery"}, "policy"),
         ({"model": "m", "pool_gb": 0.0}, "pool_gb"),
         ({"model": "m", "max_model_len": 0}, "max_model_len"),
         ({"model": "m", "log_level": "loud"}, "log_level"),
@@ -91,3 +93,8 @@ def test_an_option_says_how_calls_are_written_for_one_adapter_or_for_all() -> No
     assert config.tool_format_of("b", "mistral") == "mistral"
     assert config.tool_format_of("b") == "llama3"
     assert ServeConfig(model="m").tool_format_of("b") is None
+
+
+def test_the_policies_that_can_be_asked_for_are_those_there_are() -> None:
+    assert tuple(schedule_policies) == POLICIES
+    assert [policy.name for policy in schedule_policies.values()] == list(POLICIES)

@@ -102,7 +102,7 @@ def serve(
     host_locked_gb: HostLockedOption = None,
     max_model_len: LengthOption = None,
     tensor_parallel: TensorParallelOption = 1,
-    policy: PolicyOption = "fcfs",
+    policy: PolicyOption = "deficit",
     api_key_file: KeyFileOption = None,
     expose_without_keys: ExposeOption = False,
     catalog: CatalogOption = None,
@@ -121,8 +121,6 @@ def serve(
     """Serve a base model and its adapters over HTTP."""
     if tensor_parallel != 1:
         raise _unsupported("--tensor-parallel", tensor_parallel)
-    if policy != "fcfs":
-        raise _unsupported("--policy", policy)
     config = ServeConfig(
         model=model,
         demo=demo,
@@ -154,6 +152,7 @@ def serve(
         adapter_floor=adapter_floor,
         prefix_cache=prefix_cache,
         prefix_share=prefix_share,
+        policy=policy,
         tool_formats=tuple(map(parse_tool_format, tool_format)),
     )
     return run_server(config)

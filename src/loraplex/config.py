@@ -15,6 +15,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 BACKENDS = ("inline", "process")
 LOADERS = ("inline", "process")
+POLICIES = ("deficit", "fcfs", "resident-greedy", "clustered", "rank-bucketed")
+"""`schedule.policy.POLICIES` by name, the default first."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,7 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host images; None where they lie in images_dir. adapter_share: part of the pool that adapters may take at
     first. share_prefixes: tenants that find one another's cached prefixes. adapter_floor: part of the pool
     below which running requests take no adapter's pages. prefix_cache: whether prefixes are cached at all.
-    prefix_share: part of the pool that cached prefixes keep while several requests run. plan_log: file that
+    prefix_share: part of the pool that cached prefixes keep while several requests run. policy: who is let in
+    first. plan_log: file that
     receives every packed plan. scrub: fill freed pages with 0xFF (tests).
     """
 
@@ -54,6 +57,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     adapter_floor: float = 0.0
     prefix_cache: bool = True
     prefix_share: float = 0.0
+    policy: str = POLICIES[0]
     plan_log: str | None = None
     scrub: bool = False
 
@@ -63,6 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("backend", self.backend, BACKENDS)
         _one_of("loader", self.loader, LOADERS)
+        _one_of("policy", self.policy, POLICIES)
         if self.host_gb is not None and not 0 < self.host_gb < 1 << 20:
             raise CallerError(
                 ErrorCode.CONFIG_INVALID, f"host_gb must be above 0, got {self.host_gb}", param="host_gb"
@@ -157,7 +162,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     None for one that ends with the server. store_gb: limit of the store of downloaded adapters, GiB.
     api_key_file: without one, only loopback. expose_without_keys: listen elsewhere all the same. log_prompts:
     prompts may stand in the log. host_gb: adapter images in host memory, in GiB. host_locked_gb,
-    adapter_floor, prefix_cache, prefix_share, share_prefixes: see `EngineConfig`. drain_s: how long open
+    adapter_floor, prefix_cache, prefix_share, share_prefixes, policy: see `EngineConfig`. drain_s: how long open
     requests may go on after SIGTERM. tool_formats: (alias, how calls are written); alias None for every model
     but adapters whose cards say it.
     """
@@ -192,6 +197,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     adapter_floor: float = 0.0
     prefix_cache: bool = True
     prefix_share: float = 0.0
+    policy: str = POLICIES[0]
     tool_formats: tuple[tuple[str | None, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -246,6 +252,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             prefix_cache=self.prefix_cache,
             prefix_share=self.prefix_share,
             share_prefixes=self.share_prefixes,
+            policy=self.policy,
         )
 
 

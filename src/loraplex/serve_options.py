@@ -11,7 +11,6 @@ ListenOption = Annotated[str, Parameter(help="Address to listen on.")]
 PortOption = Annotated[int, Parameter(help="Port to listen on.")]
 DeviceOption = Annotated[Literal["cpu", "cuda"], Parameter(help="Where the model runs.")]
 TensorParallelOption = Annotated[int, Parameter(help="Devices that share the model; 1 for now.")]
-PolicyOption = Annotated[str, Parameter(help="Scheduling policy; fcfs for now.")]
 KeyFileOption = Annotated[str | None, Parameter(help="File of key hashes, tenants and roles.")]
 LoadFormatOption = Annotated[
     Literal["auto", "dummy"], Parameter(help="dummy: random weights, only config.json is read.")
@@ -100,6 +99,13 @@ PrefixShareOption = Annotated[
 ]
 SharePrefixesOption = Annotated[
     str, Parameter(help="TENANT,...: tenants that find one another's cached prefixes; two at least.")
+]
+PolicyOption = Annotated[
+    str,
+    Parameter(
+        help="Who runs next: deficit (the tenant with the least service), fcfs, resident-greedy, clustered or "
+        "rank-bucketed."
+    ),
 ]
 DrainOption = Annotated[float, Parameter(help="Seconds that open requests may take after SIGTERM.")]
 ExposeOption = Annotated[

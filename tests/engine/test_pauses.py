@@ -10,10 +10,10 @@ from tests.engine.rig import Rig, both_depths
 from tests.engine.slow import SlowRig
 from tests.prompts import prompt
 
-from loraplex.engine.admission import MAX_SKIPS
 from loraplex.engine.deltas import digest_words
 from loraplex.engine.request_state import Stage
 from loraplex.engine.residency import hosting, transitions
+from loraplex.schedule.policy import DEFICIT
 from loraplex.sim.tokens import adapter_number
 
 LATE = 20
@@ -44,7 +44,7 @@ def test_the_pause_before_a_retry_is_no_busy_one_and_makes_nobody_wait(depth: in
     """It may be any number of steps long: none of them counts as a step in which the request was
     passed over.
     """
-    rig = SlowRig(depth=depth, load_retry_ns=1000 * 2 * MAX_SKIPS)
+    rig = SlowRig(depth=depth, load_retry_ns=1000 * 2 * DEFICIT.bound)
     digest = rig.kernel_digest("a")
     rig.register("a")
     rig.run()
@@ -63,9 +63,9 @@ def test_the_pause_before_a_retry_is_no_busy_one_and_makes_nobody_wait(depth: in
     rig.loader.fail.clear()
     rig.faults.torn_copies.clear()
     before = rig.mailbox.pauses
-    for _ in range(MAX_SKIPS + 8):
+    for _ in range(DEFICIT.bound + 8):
         rig.step()
-    assert rig.mailbox.pauses - before > MAX_SKIPS
+    assert rig.mailbox.pauses - before > DEFICIT.bound
     assert rig.clock.now < entry.retry_at_ns
     assert state.records["r"].skipped == 0
     rig.submit("younger", prompt(5, 2))

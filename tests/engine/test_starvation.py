@@ -7,8 +7,8 @@ from tests.engine.rig import Rig
 from tests.prompts import prompt
 
 from loraplex.core.events import RequestAdmitted
-from loraplex.engine.admission import MAX_SKIPS
 from loraplex.engine.request_state import Stage
+from loraplex.schedule.policy import DEFICIT
 
 ANSWER = 12
 """Tokens of each ready request's answer, the longest that runs."""
@@ -38,7 +38,7 @@ def test_a_cold_request_waits_no_longer_than_its_skips_and_one_answer(depth: int
     state = rig.engine.state
     rig.submit("cold", prompt(4, 9), "cold", max_tokens=2)
     waited = turn = sent = 0
-    for _ in range(MAX_SKIPS + ANSWER + LOAD):
+    for _ in range(DEFICIT.bound + ANSWER + LOAD):
         live = sum(record.entry is None for record in state.records.values())
         for _ in range(live, 5):
             sent += 1
@@ -48,20 +48,21 @@ def test_a_cold_request_waits_no_longer_than_its_skips_and_one_answer(depth: int
         if record is None or record.stage is not Stage.WAITING:
             break
         waited += 1
-        turn = turn or (waited if record.skipped > MAX_SKIPS else 0)
+        turn = turn or (waited if record.owed else 0)
     assert turn > 0  # it was passed over until its turn came
     assert waited - turn <= ANSWER + LOAD
     rig.run()
     rig.assert_answered("cold")
     admitted = [event.request_id for event in rig.log.events if isinstance(event, RequestAdmitted)]
-    assert admitted.index("cold") > MAX_SKIPS // ANSWER  # others ran meanwhile
+    assert admitted.index("cold") > DEFICIT.bound // ANSWER  # others ran meanwhile
 
 
 def test_nobody_younger_is_admitted_once_its_turn_has_come() -> None:
     rig = busy(1)
     rig.submit("cold", prompt(4, 9), "cold", max_tokens=2)
     rig.step()
-    rig.engine.state.records["cold"].skipped = MAX_SKIPS
+    rig.engine.state.records["cold"].skipped = DEFICIT.bound
+    rig.step()
     rig.submit("younger", prompt(4, 3), None, max_tokens=2)
     rig.run()
     admitted = [event.request_id for event in rig.log.events if isinstance(event, RequestAdmitted)]

@@ -10,9 +10,9 @@ def tickets(count: int, priority: int = 0) -> list[Ticket]:
 
 
 def drained(queue: WaitingQueue) -> list[str]:
-    out = []
-    while (ticket := queue.pop()) is not None:
-        out.append(ticket.request_id)
+    out = queue.heads(len(queue))
+    for request_id in out:
+        queue.discard(request_id)
     return out
 
 
@@ -21,20 +21,19 @@ def test_urgent_ones_first_then_arrival_and_a_place_is_kept() -> None:
     late, urgent = tickets(3), tickets(2, priority=-1)
     for ticket in (late[2], late[0], urgent[1], late[1], urgent[0]):
         queue.push(ticket)
-    first = queue.pop()
-    assert first is urgent[0]
-    queue.push(first)
+    queue.take(urgent[0])
+    assert queue.heads(1) == ["r-1.1"]
+    queue.push(urgent[0])
     assert queue.heads(2) == ["r-1.0", "r-1.1"]
     assert drained(queue) == ["r-1.0", "r-1.1", "r0.0", "r0.1", "r0.2"]
 
 
 def test_parked_ones_come_back_in_their_old_places() -> None:
     queue = WaitingQueue()
-    for ticket in tickets(4):
+    four = tickets(4)
+    for ticket in four:
         queue.push(ticket)
-    for key in ("a", "b"):
-        ticket = queue.pop()
-        assert ticket is not None
+    for ticket, key in zip(four, ("a", "b"), strict=False):
         queue.park(ticket, key)
     assert queue.discard("r0.1")
     assert not queue.discard("r0.1")
@@ -49,13 +48,16 @@ def test_what_is_forgotten_while_the_head_does_not_move_does_not_pile_up() -> No
     queue = WaitingQueue()
     head, cold = Ticket(0, 0, "head"), Ticket(0, 1, "cold")
     queue.push(head)
+    queue.push(cold)
     queue.park(cold, "a")
     for number in range(2, 5000):
-        queue.push(Ticket(0, number, f"r{number}"))
+        ticket = Ticket(0, number, f"r{number}", tenant=("default", "other")[number % 3 == 0])
+        queue.push(ticket)
         if number % 2:
-            queue.park(Ticket(0, number, f"r{number}"), "a")
+            queue.park(ticket, "a")
         queue.discard(f"r{number}")
-        kept = len(queue._heap) + sum(map(len, queue._parked.values()))
+        level = queue._levels[1]
+        kept = len(level.fronts) + len(level.lanes) + sum(map(len, queue._parked.values()))
         assert kept <= 200
     queue.unpark("a")
     assert drained(queue) == ["head", "cold"]

@@ -8,8 +8,8 @@ import pytest
 from tests.sim.mutants import MUTANTS, Mutant, blind
 
 from loraplex.core.errors import InternalFault
-from loraplex.engine import admission
 from loraplex.memory.pages import PagePool
+from loraplex.schedule.policy import DEFICIT
 from loraplex.sim.faults import Fault, Setup, draw_setup
 from loraplex.sim.simulation import simulate
 
@@ -73,13 +73,13 @@ def test_nothing_is_seen_where_nothing_is_broken(
         assert simulate(seed, TICKS, setup=busy_setup(seed, sane)).violation is None
 
 
-def starving(seed: int) -> Setup:
+def starving(seed: int, bound: int) -> Setup:
     """Ready requests for the base fill the pool; a few need an adapter that is cold."""
     drawn = draw_setup(seed, depth=1, faults=frozenset(), cached=False)
     limits = replace(
         drawn.limits, num_pages=25, max_requests=8, token_budget=16, host_bytes=None, adapter_floor=0
     )
-    limits = replace(limits, kv=replace(limits.kv, page_tokens=2))
+    limits = replace(limits, kv=replace(limits.kv, page_tokens=2), policy=replace(DEFICIT, bound=bound))
     return replace(
         drawn,
         limits=limits,
@@ -96,13 +96,11 @@ def starving(seed: int) -> Setup:
     )
 
 
-def test_a_cold_request_is_not_starved_by_ready_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cold_request_is_not_starved_by_ready_ones() -> None:
     """With its turn bounded it runs; without the bound the checker sees it overtaken."""
     seeds = (5, 6, 9, 10)
-    monkeypatch.setattr(admission, "MAX_SKIPS", 8)
-    assert [simulate(seed, 500, setup=starving(seed)).violation for seed in seeds] == [None] * len(seeds)
-    monkeypatch.setattr(admission, "MAX_SKIPS", 1 << 30)
-    seen = [simulate(seed, 500, setup=starving(seed)).violation for seed in seeds]
+    assert [simulate(seed, 500, setup=starving(seed, 8)).violation for seed in seeds] == [None] * len(seeds)
+    seen = [simulate(seed, 500, setup=starving(seed, 1 << 30)).violation for seed in seeds]
     assert "starvation" in {violation.checker for violation in seen if violation is not None}
 
 

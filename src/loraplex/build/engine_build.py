@@ -27,6 +27,7 @@ from loraplex.images.disk_store import ImageStore
 from loraplex.images.loader import InlineLoader, LoaderProcess, host_folder, in_shared_memory
 from loraplex.images.region import ALIGN_BYTES, Region
 from loraplex.process.worker import PlanLog, ProcessBackend
+from loraplex.schedule.policy import POLICIES
 from loraplex.schedule.select import MixedBound
 from loraplex.text.codec import configured_ends, load_tokenizer
 from loraplex.text.grammars import load_grammars
@@ -331,6 +332,7 @@ def engine_limits(config: EngineConfig, base: BaseModel, pool_bytes: int | None 
         adapter_floor=int(config.adapter_floor * (pages - 1)),
         base_abi=base.abi,
         cache_abi=base.cache_abi.digest,
+        policy=POLICIES[config.policy],
         prefix_cache=config.prefix_cache,
         prefix_floor=int(config.prefix_share * (pages - 1)),
         shared_tenants=frozenset(config.share_prefixes),

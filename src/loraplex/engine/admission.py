@@ -1,4 +1,4 @@
-"""admit: requests at the head of the queue become running ones, through one joint transaction each.
+"""admit: waiting requests become running ones in the policy's order, through one joint transaction each.
 
 A ready request gets a slot, its KV pages and a slot lease at once. A cold one reserves adapter pages and KV
 together and starts the copy; it runs when the copy is published, and blocks nobody meanwhile. What is cached
@@ -11,35 +11,24 @@ publish).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from functools import partial
+from itertools import islice
 from typing import Final
 
 from loraplex.core.errors import CapacityError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.events import RequestAdmitted
-from loraplex.engine import constraints, endings, prefixes
+from loraplex.engine import candidates, constraints, endings, prefixes
 from loraplex.engine.request_state import LoadJob, Purpose, RequestRecord, Stage
 from loraplex.engine.residency import feasibility, hosting, loads, room, transitions, victims
-from loraplex.engine.state import EngineState
+from loraplex.engine.state import NO_BOUND, EngineState
 from loraplex.memory.residency import AdapterEntry
 from loraplex.memory.transaction import Demand, Transaction
 from loraplex.schedule.predicates import Readiness, eligible, loadable, readiness
-from loraplex.schedule.queue import Ticket
 
 LOOKAHEAD: Final = 64
-"""Queue heads that one step looks at."""
-
-MAX_SKIPS: Final = 256
-"""Steps with a free place among the running ones that a cold request may be passed over in, for lack of
-pages, before younger ones wait for it. Steps without such a place let nobody in and do not count.
-
-About the steps of one answer: what ran when it was first passed over has mostly ended by then, so whoever
-holds the pages now came after it. From then on nobody younger is admitted and running requests only end: it
-waits for the longest answer that runs and no longer, whatever arrives. Fewer would hold back requests that
-need no load for one that a finished answer would have let in anyway. `tests/engine/test_starvation.py` counts
-both.
-"""
+"""Waiting requests that one step looks at."""
 
 
 class Outcome(StrEnum):
@@ -47,45 +36,84 @@ class Outcome(StrEnum):
 
     ADMITTED = "admitted"
     PARKED = "parked"
-    BLOCKED = "blocked"
     SKIPPED = "skipped"
     EARLY = "early"
     GONE = "gone"
 
 
 def admit(state: EngineState) -> None:
-    """Admit from the head of the queue until slots, pages or the look-ahead run out."""
-    held_back: list[Ticket] = []
-    for _ in range(LOOKAHEAD):
-        if state.table.free_slots - _slots_promised(state) <= 0:
-            break
-        ticket = state.queue.pop()
-        if ticket is None:
-            break
-        record = state.records[ticket.request_id]
-        match _try(state, record):
-            case Outcome.BLOCKED:
-                held_back.append(ticket)
-                break
-            case Outcome.SKIPPED:
-                held_back.append(ticket)
-                record.skipped += 1
-                if record.skipped > MAX_SKIPS:
-                    break
-            case Outcome.EARLY:
-                held_back.append(ticket)
-            case Outcome.PARKED:
-                state.queue.park(ticket, record.awaits)
-            case Outcome.ADMITTED | Outcome.GONE:
-                pass
-    for ticket in held_back:
-        state.queue.push(ticket)
+    """Admit in the policy's order until places, pages or the look-ahead run out."""
+    if not _places(state):
+        return
+    walk = state.queue.walk()
+    seen: dict[str, RequestRecord] = {}
+    try:
+        for _ in range(0, LOOKAHEAD, state.limits.policy.window):
+            window = list(islice(walk, state.limits.policy.window))
+            if not window or not _admit_window(state, candidates.in_order(state, window), seen):
+                return
+    finally:
+        walk.close()
 
 
-def _slots_promised(state: EngineState) -> int:
-    return sum(
+def _places(state: EngineState) -> int:
+    """Request slots that are free and that no load promises to its request."""
+    return state.table.free_slots - sum(
         1 for job in state.loads.values() if job.record is not None and job.record.stage is Stage.LOADING
     )
+
+
+def _admit_window(
+    state: EngineState, window: Sequence[RequestRecord], seen: dict[str, RequestRecord]
+) -> bool:
+    """Try the requests of a window, the preferred one first; whether those behind them may be tried.
+
+    seen: those that this step looked at and that may still be overtaken. A request that may be overtaken no
+    more, or passed over in no more steps, is owed the next turn: until it is let in, nobody behind it is.
+    """
+    seen.update((record.request_id, record) for record in window)
+    bound, youngest = state.limits.policy.bound, NO_BOUND
+    for record in window:
+        if record.ticket.order > youngest or not state.service.may_run(record.tenant):
+            continue
+        if not _places(state):
+            return False
+        outcome = _try(state, record)
+        if outcome is Outcome.SKIPPED:
+            record.skipped += 1
+            if record.skipped > bound and not record.owed:
+                _owe(state, record)
+            if record.owed:
+                return False
+            if record.admissions:  # it gave its pages to older ones: nobody younger takes them
+                youngest = min(youngest, record.ticket.order)
+            continue
+        del seen[record.request_id]
+        if outcome is Outcome.PARKED:
+            state.queue.park(record.ticket, record.awaits)
+        elif outcome is Outcome.ADMITTED:
+            state.queue.take(record.ticket)
+            if not _count_overtaken(state, record, seen.values()):
+                return False
+    return youngest == NO_BOUND
+
+
+def _count_overtaken(state: EngineState, admitted: RequestRecord, seen: Iterable[RequestRecord]) -> bool:
+    """Note whom `admitted` overtook; whether each of them may be overtaken once more."""
+    ticket, go_on = admitted.ticket, True
+    for record in seen:
+        other = record.ticket
+        if ticket.order > other.order and ticket.tenant == other.tenant and ticket.urgency >= other.urgency:
+            record.overtaken += 1
+            if record.overtaken >= state.limits.policy.bound and not record.owed:
+                _owe(state, record)
+                go_on = False
+    return go_on
+
+
+def _owe(state: EngineState, record: RequestRecord) -> None:
+    record.owed = True
+    state.queue.owe(record.ticket)
 
 
 def _try(state: EngineState, record: RequestRecord) -> Outcome:
@@ -108,8 +136,8 @@ def _try(state: EngineState, record: RequestRecord) -> Outcome:
     available = state.available_beside(hit.unread)
     reclaimable = victims.reclaimable_pages(state, entry) if available < demand.required else 0
     if not eligible(ready, state.table.free_slots, demand, available, reclaimable):
-        return Outcome.BLOCKED
-    return _take(state, record, hit, partial(room.take_for_request, state, demand, entry), Outcome.BLOCKED)
+        return Outcome.SKIPPED
+    return _take(state, record, hit, partial(room.take_for_request, state, demand, entry))
 
 
 def _park(record: RequestRecord, awaited: str) -> Outcome:
@@ -122,7 +150,6 @@ def _take(
     record: RequestRecord,
     hit: prefixes.Hit,
     reserve: Callable[[], Transaction | None],
-    otherwise: Outcome,
 ) -> Outcome:
     """Reference what is cached, then reserve the rest; a request whose adapter is there runs. Without room it
     lets go again.
@@ -134,7 +161,7 @@ def _take(
     record.transaction = reserve()
     if record.transaction is None:
         prefixes.release(state, record)
-        return otherwise
+        return Outcome.SKIPPED
     if record.entry is None or record.entry.resident:
         bind(state, record)
     return Outcome.ADMITTED
@@ -173,7 +200,7 @@ def _try_cold(
     missing = demand.required - state.available_beside(hit.unread)
     if missing > 0 and missing > victims.reclaimable_pages(state, entry):
         return Outcome.SKIPPED
-    outcome = _take(state, record, hit, partial(room.take_for_load, state, demand, entry), Outcome.SKIPPED)
+    outcome = _take(state, record, hit, partial(room.take_for_load, state, demand, entry))
     if record.transaction is not None:
         record.stage = Stage.LOADING
         loads.begin(state, entry, record.transaction, Purpose.ADMISSION, record)
@@ -216,7 +243,8 @@ def bind(state: EngineState, record: RequestRecord) -> None:
     table.scored[slot] = record.scored
     table.masked[slot] = record.constraint is not None
     table.invoked[slot] = max(record.invoked_at, 0)
-    record.slot, record.stage, record.skipped = slot, Stage.RUNNING, 0
+    record.slot, record.stage = slot, Stage.RUNNING
+    record.skipped, record.overtaken, record.owed = 0, 0, False
     state.by_slot[slot] = record
     state.deltas.open_request(record, slot, incarnation, cached)
     prefixes.bind(state, record)

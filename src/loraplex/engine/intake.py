@@ -111,7 +111,7 @@ def submit(state: EngineState, message: Submit) -> None:
         tenant=message.tenant,
         arrival_ns=message.arrival_ns or state.clock.now_ns(),
         deadline_ns=message.deadline_ns,
-        ticket=Ticket(message.priority, state.arrivals, message.request_id),
+        ticket=Ticket(message.priority, state.arrivals, message.request_id, message.tenant),
         sampling=sampling,
         stop_ids=frozenset(sampling.stop_token_ids),
         prompt_tokens=int(prompt.size),

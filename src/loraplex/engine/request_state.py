@@ -58,7 +58,8 @@ class RequestRecord:
     positions whose log probabilities were sent. admissions: how often it was admitted; bound_admission: the
     last of which a client knows what it was bound to. invoked_at: position from which on an activated adapter
     acts, -1 for every other request. prefix: None where nothing of it is cached. awaits: what it is parked
-    for. preempting: its pages go as soon as nothing of it is in flight.
+    for. skipped: steps that had a place but no pages for it; overtaken: later ones of its tenant and urgency
+    that were let in before it; owed: one of the two reached its bound. preempting: its pages go as soon as nothing of it is in flight.
     """
 
     request_id: str
@@ -81,6 +82,8 @@ class RequestRecord:
     admissions: int = 0
     bound_admission: int = 0
     skipped: int = 0
+    overtaken: int = 0
+    owed: bool = False
     load_failures: int = 0
     preempting: bool = False
     grammar: str | None = None

@@ -11,6 +11,7 @@ from loraplex.core.layout import KvShape
 from loraplex.core.plan_check import PlanBounds
 from loraplex.identity.canonical import check_digest
 from loraplex.memory.eviction import RANKINGS
+from loraplex.schedule.policy import DEFICIT, Policy
 from loraplex.schedule.select import MixedBound
 
 UNBOUNDED: Final = MixedBound(1 << 30)
@@ -22,7 +23,7 @@ class EngineLimits:
 
     num_pages: pages of the pool, the null page included. max_model_len: positions of one request.
     token_budget: rows of one iteration. mixed: of them, prefill rows of an iteration that also decodes.
-    depth: plans launched ahead of the newest commit, 0 or 1. copies_on_compute_stream: adapter copies are
+    policy: who is let in first. depth: plans launched ahead of the newest commit, 0 or 1. copies_on_compute_stream: adapter copies are
     ordered with compute, so that a freed page may be overwritten at once. scrub: freed pages are filled with
     0xFF (tests). vocab_size: ids the model knows. host_bytes: host images together, None for no bound.
     adapter_pages: pages that adapters may take, None for all; both change at run time. adapter_floor: pages
@@ -41,6 +42,7 @@ class EngineLimits:
     token_budget: int
     vocab_size: int
     mixed: MixedBound = UNBOUNDED
+    policy: Policy = DEFICIT
     depth: int = 1
     max_adapter_slots: int = 1025
     max_waiting: int = limits.MAX_WAITING_REQUESTS

@@ -26,6 +26,7 @@ from loraplex.memory.residency import AdapterEntry, SlotDirectory
 from loraplex.schedule.queue import WaitingQueue
 from loraplex.schedule.running import RunningTable
 from loraplex.schedule.select import Selection
+from loraplex.schedule.tenant_service import TenantService
 
 NO_BOUND: Final = 1 << 62
 
@@ -92,7 +93,7 @@ class EngineState:
     slots that are taken, with or without a published adapter; occupied_pages: pages that adapters have for
     themselves. sharers: adapters that have not left, by the kernel digest of their image. pinned: those with
     a pin. prefix: cached blocks; computing: keys of blocks that a running request is about to compute, with
-    its id.
+    its id. service: what each tenant completed.
     """
 
     def __init__(self, limits: EngineLimits, clock: Clock, grammars: Grammars, loader: Loader) -> None:
@@ -107,7 +108,8 @@ class EngineState:
         self.reuse = Reuse()
         self.directory = SlotDirectory(limits.max_adapter_slots)
         self.table = RunningTable(limits.max_requests, limits.max_pages_per_request, limits.max_model_len)
-        self.queue = WaitingQueue()
+        self.service = TenantService()
+        self.queue = WaitingQueue(self._rank)
         self.records: dict[str, RequestRecord] = {}
         self.by_slot: dict[int, RequestRecord] = {}
         usable = self.pool.usable
@@ -141,6 +143,14 @@ class EngineState:
         """A fresh transaction number."""
         self.transactions += 1
         return self.transactions
+
+    def _rank(self, tenant: str) -> int | None:
+        """A tenant's place among those that wait: its completed service in quanta; None while no more of it
+        may run.
+        """
+        if not self.service.may_run(tenant):
+            return None
+        return self.limits.policy.service_class(self.service.virtual_service(tenant))
 
     @property
     def adapter_pages(self) -> int:
