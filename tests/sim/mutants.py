@@ -280,7 +280,7 @@ def a_revision_lease_is_never_given_up(patch: Patch) -> None:
 @mutant("liveness", "stale_generation", "residency", "crash", "typed_end", "engine")
 def a_revision_lease_does_not_count(patch: Patch) -> None:
     def take(entry: AdapterEntry) -> RevisionLease:
-        return RevisionLease(entry)
+        return RevisionLease(entry, entry.revision)
 
     def release(lease: RevisionLease) -> None:
         lease.open = False

@@ -132,6 +132,12 @@ class ErrorCode(StrEnum):
     LEASE_UNDERFLOW = "lease_underflow"
     HOST_TIER_STATE = "host_tier_state"
     EVICTION_INELIGIBLE = "eviction_ineligible"
+    # Ours: scheduling
+    SNAPSHOT_IDENTITY = "snapshot_identity"
+    SNAPSHOT_COUNT = "snapshot_count"
+    SNAPSHOT_SHAPE = "snapshot_shape"
+    SNAPSHOT_GENERATION = "snapshot_generation"
+    SNAPSHOT_RESIDENCY = "snapshot_residency"
     # Ours: execution
     NUMERIC_FAULT = "numeric_fault"
     BACKEND_FAILED = "backend_failed"
@@ -265,6 +271,13 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.LEASE_UNDERFLOW: _ours("a lease is released exactly once"),
     _E.HOST_TIER_STATE: _ours("host images are fetched, held and dropped in order, and their bytes add up"),
     _E.EVICTION_INELIGIBLE: _ours("only unreferenced, host-backed adapters are evicted"),
+    _E.SNAPSHOT_IDENTITY: _ours("a scheduler's snapshot names requests, bases and artifacts"),
+    _E.SNAPSHOT_COUNT: _ours("pages, ranks, slots and bytes of a scheduler's snapshot are counts"),
+    _E.SNAPSHOT_SHAPE: _ours("parts of a scheduler's snapshot are of their kind and belong together"),
+    _E.SNAPSHOT_GENERATION: _ours(
+        "generations of a scheduler's snapshot begin at 1 and belong to an adapter"
+    ),
+    _E.SNAPSHOT_RESIDENCY: _ours("what a scheduler's snapshot calls published is resident or retiring"),
     _E.NUMERIC_FAULT: _ours("logits are finite"),
     _E.BACKEND_FAILED: _ours("a launched step returns a result"),
     _E.ENGINE_DIED: _capacity(503, "the engine process survives its requests"),

@@ -19,13 +19,13 @@ from typing import Final
 
 from loraplex.core.errors import CapacityError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.events import RequestAdmitted
-from loraplex.engine import candidates, constraints, endings, prefixes
+from loraplex.engine import candidates, constraints, endings, prefixes, snapshots
 from loraplex.engine.request_state import LoadJob, Purpose, RequestRecord, Stage
-from loraplex.engine.residency import feasibility, hosting, loads, room, transitions, victims
+from loraplex.engine.residency import hosting, loads, room, transitions, victims
 from loraplex.engine.state import NO_BOUND, EngineState
-from loraplex.memory.residency import AdapterEntry
-from loraplex.memory.transaction import Demand, Transaction
-from loraplex.schedule.predicates import Readiness, eligible, loadable, readiness
+from loraplex.memory.residency import AdapterEntry, AdapterState
+from loraplex.memory.transaction import Demand, Transaction, admissible
+from loraplex.schedule.predicates import Readiness, eligible, load_eligible, readiness
 
 LOOKAHEAD: Final = 64
 """Waiting requests that one step looks at."""
@@ -124,7 +124,9 @@ def _try(state: EngineState, record: RequestRecord) -> Outcome:
     ready = readiness(entry)
     if entry is not None and ready is Readiness.LOADING:
         return _park(record, entry.key)
-    refusal = feasibility.impossible(state, entry, state.limits.kv.pages_for(int(record.tokens.size)))
+    request = snapshots.waiting_of(state, record)
+    worker = snapshots.worker_of(state, entry, record.request_id)
+    refusal = snapshots.refusal(request, worker)
     if refusal is not None:
         return _refuse(state, record, refusal)
     hit = prefixes.look_up(state, record)
@@ -132,10 +134,11 @@ def _try(state: EngineState, record: RequestRecord) -> Outcome:
         return _park(record, prefixes.waiting_for(hit.awaits))
     demand = demand_of(state, record, ready, hit.reused)
     if entry is not None and ready is not Readiness.READY:
-        return _try_cold(state, record, entry, demand, ready, hit)
+        return _try_cold(state, record, entry, demand, hit, load_eligible(request, worker))
     available = state.available_beside(hit.unread)
     reclaimable = victims.reclaimable_pages(state, entry) if available < demand.required else 0
-    if not eligible(ready, state.table.free_slots, demand, available, reclaimable):
+    legal = state.table.free_slots > 0 and admissible(demand, available, reclaimable)
+    if not eligible(request, worker, legal):
         return Outcome.SKIPPED
     return _take(state, record, hit, partial(room.take_for_request, state, demand, entry))
 
@@ -187,15 +190,15 @@ def _try_cold(
     record: RequestRecord,
     entry: AdapterEntry,
     demand: Demand,
-    ready: Readiness,
     hit: prefixes.Hit,
+    loadable: bool,
 ) -> Outcome:
     """Bring the image to the host, or reserve adapter and KV pages together and start the load."""
-    if ready is Readiness.ABSENT and hosting.want(state, entry):
+    if entry.state is AdapterState.ABSENT and hosting.want(state, entry):
         return _park(record, entry.key)
     if state.clock.now_ns() < entry.retry_at_ns:
         return Outcome.EARLY  # how many steps its pause lasts says nothing of pages, and must decide nothing
-    if ready is Readiness.ABSENT or not loadable(entry):
+    if not loadable:
         return Outcome.SKIPPED
     missing = demand.required - state.available_beside(hit.unread)
     if missing > 0 and missing > victims.reclaimable_pages(state, entry):

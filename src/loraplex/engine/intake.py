@@ -27,7 +27,7 @@ from loraplex.core.messages import (
 )
 from loraplex.core.packed import I32
 from loraplex.core.request import FinishReason
-from loraplex.engine import endings, prefixes
+from loraplex.engine import endings, prefixes, snapshots
 from loraplex.engine.inspect import inspect_engine
 from loraplex.engine.request_state import RequestRecord
 from loraplex.engine.residency import feasibility, registration, wants
@@ -98,7 +98,7 @@ def submit(state: EngineState, message: Submit) -> None:
     entry = _well_formed(state, message, prompt)
     prefixes.check_invocation(message, prompt, entry)
     prefix = prefixes.begin(state, message, prompt, entry)
-    _require_feasible(state, entry, int(prompt.size) + message.sampling.max_tokens)
+    _require_feasible(state, message.request_id, entry, int(prompt.size) + message.sampling.max_tokens)
     if len(state.queue) >= state.limits.max_waiting:
         raise CapacityError(
             ErrorCode.QUEUE_FULL, f"{len(state.queue)} requests are waiting, the limit; try again later"
@@ -181,14 +181,18 @@ def _well_formed(state: EngineState, message: Submit, prompt: I32) -> AdapterEnt
     return entry
 
 
-def _require_feasible(state: EngineState, entry: AdapterEntry | None, total: int) -> None:
+def _require_feasible(state: EngineState, request_id: str, entry: AdapterEntry | None, total: int) -> None:
     """Raise unless the empty engine could serve `total` positions with this adapter (0x09B's first
     predicate).
     """
     kv_pages = state.limits.kv.pages_for(total)
     # A small adapter counts a page here: in the empty pool there is no slab to share.
-    refusal = feasibility.too_large(
+    refusal: LoraplexError | None = feasibility.too_large(
         state, kv_pages + (entry.page_count if entry is not None else 0)
-    ) or feasibility.impossible(state, entry, kv_pages)
+    )
+    if refusal is None:
+        lease = entry.revision if entry is not None else 0
+        request = snapshots.request_of(state, request_id, entry, lease, kv_pages)
+        refusal = snapshots.refusal(request, snapshots.worker_of(state, entry, request_id))
     if refusal is not None:
         raise refusal

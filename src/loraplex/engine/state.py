@@ -136,6 +136,7 @@ class EngineState:
         self.newest_launch = 0
         self.committed_launch = 0
         self.arrivals = 0
+        self.registrations = 0
         self.transactions = 0
         self.preemptions = 0
 

@@ -17,9 +17,10 @@ from loraplex.memory.residency import UNLEASED, AdapterEntry, AdapterState
 
 @dataclass(slots=True)
 class RevisionLease:
-    """A live request's hold on an adapter revision."""
+    """A live request's hold on an adapter revision. generation: the revision's, as it was bound."""
 
     entry: AdapterEntry
+    generation: int
     open: bool = True
 
     @staticmethod
@@ -28,7 +29,7 @@ class RevisionLease:
         if entry.removing:
             raise InternalFault(ErrorCode.LEASE_MISMATCH, f"adapter {entry.key[:12]} takes no new requests")
         entry.revision_leases += 1
-        return RevisionLease(entry)
+        return RevisionLease(entry, entry.revision)
 
     def release(self) -> None:
         """End the hold; a second release raises `lease_underflow`."""

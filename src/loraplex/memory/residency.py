@@ -88,7 +88,8 @@ class AdapterEntry:
     took its pages and may have to give them back, else 0. load_failures: loads and fetches in a row that
     failed; retry_at_ns: none is tried before. prefetched: loaded on speculation, not used yet. execution:
     digest of what acts where it is on, as far as KV rows can tell; empty where nothing is cached. invocation:
-    token ids that switch an activated adapter on, none for one that is always on.
+    token ids that switch an activated adapter on, none for one that is always on. revision: number of its
+    registration here, which requests lease.
     """
 
     key: str
@@ -119,6 +120,7 @@ class AdapterEntry:
     block: Block | None = None
     execution: str = ""
     invocation: tuple[int, ...] = ()
+    revision: int = 1
 
     @property
     def own_pages(self) -> int:

@@ -1,6 +1,6 @@
 """What can never be had, however long one waits: pins, limits and the pool leave too little.
 
-Says why, as the typed refusal. Looks at sizes, pins and limits alone, never at who runs now (that is
+Counts need and room for `schedule.predicates`, and says why not as the typed refusal. Looks at sizes, pins and limits alone, never at who runs now (that is
 `room`'s) and never at who could go (`victims`').
 
 Specification: 0x09B (feasible); rulings "Leases" (pins).
@@ -14,56 +14,77 @@ from collections.abc import Iterable
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, LoraplexError
 from loraplex.engine.state import EngineState
 from loraplex.memory.residency import AdapterEntry
+from loraplex.schedule.predicates import Infeasible, unreservable
+from loraplex.schedule.snapshot import Need, Room
 
 
-def impossible(state: EngineState, entry: AdapterEntry | None, kv_pages: int) -> LoraplexError | None:
-    """Why no waiting would help: pins and limits leave too little. None when it could be had."""
+def need_of(state: EngineState, entry: AdapterEntry | None, kv_pages: int) -> Need:
+    """What `kv_pages` and an adapter, or the base, take at least."""
     if entry is None:
-        needed = kv_pages
-    else:
-        needed = kv_pages + least_pages(state, entry)
-        if entry.page_count > state.caps.adapter_pages:
+        return Need(kv_pages=kv_pages)
+    return Need(
+        kv_pages=kv_pages,
+        adapter_pages=entry.page_count,
+        least_pages=least_pages(state, entry),
+        image_bytes=state.image_bytes(entry),
+        slot=not entry.resident,
+    )
+
+
+def room_of(state: EngineState, entry: AdapterEntry | None) -> Room:
+    """What limits and pins of other adapters leave, were nobody running."""
+    others = [other for other in state.pinned.values() if other is not entry]
+    return Room(
+        pages=state.pool.usable,
+        adapter_pages=state.caps.adapter_pages,
+        adapter_slots=min(state.caps.resident_adapters, state.limits.max_adapter_slots - 1),
+        host_bytes=state.host.limit_bytes,
+        pinned_pages=pages_of(others),
+        pinned_adapters=len(others),
+        pinned_bytes=sum(state.image_bytes(other) for other in others),
+    )
+
+
+def impossible(state: EngineState, entry: AdapterEntry, kv_pages: int) -> LoraplexError | None:
+    """Why no waiting would help: pins and limits leave too little. None when it could be had."""
+    need, room = need_of(state, entry, kv_pages), room_of(state, entry)
+    reason = unreservable(need, room)
+    return None if reason is None else sentence(reason, need, room)
+
+
+def sentence(reason: Infeasible, need: Need, room: Room) -> CapacityError:
+    """What cannot be reserved, in numbers."""
+    match reason:
+        case Infeasible.ADAPTER_LIMIT:
             return CapacityError(
                 ErrorCode.POOL_EXHAUSTED,
-                f"the adapter needs {entry.page_count} pages, the limit leaves adapters "
-                f"{state.caps.adapter_pages}; raise it",
+                f"the adapter needs {need.adapter_pages} pages, the limit leaves adapters "
+                f"{room.adapter_pages}; raise it",
             )
-        refusal = None if entry.resident else _beside_pins(state, entry)
-        if refusal is not None:
-            return refusal
-        pinned_bytes = sum(state.image_bytes(other) for other in state.pinned.values() if other is not entry)
-        if state.image_bytes(entry) + pinned_bytes > state.host.limit_bytes:
+        case Infeasible.PINNED_SLOTS:
+            return CapacityError(
+                ErrorCode.ADAPTER_SLOTS_EXHAUSTED,
+                f"{room.pinned_adapters} adapters are pinned, {room.adapter_slots} may be resident; unpin "
+                "one",
+            )
+        case Infeasible.PINNED_ADAPTER_PAGES:
+            return CapacityError(
+                ErrorCode.POOL_EXHAUSTED,
+                f"the adapter needs {need.adapter_pages} pages, pinned ones hold {room.pinned_pages} of the "
+                f"{room.adapter_pages} that adapters may take; unpin one",
+            )
+        case Infeasible.HOST_MEMORY:
             return CapacityError(
                 ErrorCode.HOST_MEMORY_EXHAUSTED,
-                f"the adapter's image has {state.image_bytes(entry)} bytes, pinned ones have {pinned_bytes}, "
-                f"the host limit is {state.host.limit_bytes}; raise it or unpin",
+                f"the adapter's image has {need.image_bytes} bytes, pinned ones have {room.pinned_bytes}, "
+                f"the host limit is {room.host_bytes}; raise it or unpin",
             )
-    held = pinned_pages(state, entry)
-    if needed > state.pool.usable - held:
-        return CapacityError(
-            ErrorCode.POOL_EXHAUSTED,
-            f"{needed} pages are needed, pinned adapters hold {held} of {state.pool.usable}; unpin one",
-        )
-    return None
-
-
-def _beside_pins(state: EngineState, entry: AdapterEntry) -> CapacityError | None:
-    """Why an adapter that is not on the device can never get there beside the pinned ones."""
-    others = len(state.pinned) - (entry.key in state.pinned)
-    slots = min(state.caps.resident_adapters, state.limits.max_adapter_slots - 1)
-    if others >= slots:
-        return CapacityError(
-            ErrorCode.ADAPTER_SLOTS_EXHAUSTED,
-            f"{others} adapters are pinned, {slots} may be resident; unpin one",
-        )
-    held = pinned_pages(state, entry)
-    if least_pages(state, entry) + held > state.caps.adapter_pages:
-        return CapacityError(
-            ErrorCode.POOL_EXHAUSTED,
-            f"the adapter needs {entry.page_count} pages, pinned ones hold {held} of the "
-            f"{state.caps.adapter_pages} that adapters may take; unpin one",
-        )
-    return None
+        case _:
+            return CapacityError(
+                ErrorCode.POOL_EXHAUSTED,
+                f"{need.kv_pages + need.least_pages} pages are needed, pinned adapters hold "
+                f"{room.pinned_pages} of {room.pages}; unpin one",
+            )
 
 
 def too_large(state: EngineState, pages: int) -> CallerError | None:

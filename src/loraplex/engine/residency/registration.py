@@ -44,6 +44,7 @@ def register(state: EngineState, message: RegisterAdapter) -> None:
             ErrorCode.ADAPTER_TOO_LARGE,
             f"the adapter needs {message.pages} pages, the pool has {state.pool.usable}; enlarge the pool",
         )
+    state.registrations += 1
     entry = AdapterEntry(
         key=message.key,
         kernel_digest=message.kernel_digest,
@@ -55,6 +56,7 @@ def register(state: EngineState, message: RegisterAdapter) -> None:
         size_class=message.size_class,
         execution=_execution(state, message),
         invocation=message.invocation,
+        revision=state.registrations,
     )
     state.adapters[entry.key] = entry
     state.sharers.setdefault(entry.kernel_digest, []).append(entry)
