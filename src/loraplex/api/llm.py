@@ -402,6 +402,8 @@ class LLM:
         form = params.structured_outputs
         grammar = None if form is None else form_grammar(form)
         seed, prompt = prompt_seed(params), np.array(tokens, dtype="<i4").tobytes()
+        limit_ms = params.ttft_deadline_ms
+        deadline_ns = 0 if limit_ms is None else MonotonicClock().now_ns() + limit_ms * 1_000_000
         samples = []
         for index in range(params.n):
             only_first = params if index == 0 else replace(params, prompt_logprobs=None)
@@ -411,6 +413,8 @@ class LLM:
                 prompt,
                 sampling,
                 job.revision.key if job.revision is not None else None,
+                priority=params.priority,
+                deadline_ns=deadline_ns,
                 grammar=grammar,
                 block_keys=job.keys.block_keys,
                 invoked_at=job.keys.invoked_at,

@@ -88,6 +88,8 @@ class SamplingParams:
     not end it. skip_special_tokens: special tokens leave no text. include_stop_str_in_output: a stop string
     stays part of the text. n: independent samples. logprobs, prompt_logprobs: top entries reported for each
     generated token, each prompt position; None is off. structured_outputs: what the answer is held to, of a
+    Python caller. priority: of a Python caller's request; lower runs first, 32 bits. ttft_deadline_ms: the
+    request is refused where its first token cannot come so soon, in milliseconds; None for any time; also of a
     Python caller. alora_fallback: "base" lets the base answer a prompt that lacks the invocation of an
     activated adapter; None refuses it. It has no effect on any other prompt.
     """
@@ -111,6 +113,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: AnswerForm | None = None
+    priority: int = 0
+    ttft_deadline_ms: int | None = None
     alora_fallback: str | None = None
 
     def __post_init__(self) -> None:
@@ -127,6 +131,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 _integer(name, value, 0, limits.MAX_LOGPROBS)
+        _integer("priority", self.priority, -(1 << 31), (1 << 31) - 1)
+        if self.ttft_deadline_ms is not None:
+            _integer("ttft_deadline_ms", self.ttft_deadline_ms, 1, limits.MAX_TTFT_DEADLINE_MS)
         if not 0.0 <= _number("temperature", self.temperature) <= limits.MAX_TEMPERATURE:
             raise _refuse("temperature", self.temperature, f"from 0 to {limits.MAX_TEMPERATURE:g}")
         if not 0.0 < _number("top_p", self.top_p) <= 1.0:

@@ -61,6 +61,8 @@ def apply_result(state: EngineState, flight: Flight, result: StepResult) -> None
         if job is not None and intact:
             admission.loaded(state, job)
     settle_slots(state, slots)
+    if plan.doff:
+        state.estimates.note_step(plan.rows, result.execute_us * 1000)
     _emit_iteration(state, flight, result)
 
 

@@ -34,6 +34,7 @@ def end(
     was, record.stage = record.stage, Stage.ENDED
     del state.records[record.request_id]
     state.queue.discard(record.request_id)
+    state.deadlines.forget(record.request_id)
     code = error.code.value if error is not None else None
     message = error.message if error is not None else ""
     state.outbox.append(Ended(record.request_id, reason, stop_token, code, message))

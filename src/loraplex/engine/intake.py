@@ -27,7 +27,7 @@ from loraplex.core.messages import (
 )
 from loraplex.core.packed import I32
 from loraplex.core.request import FinishReason
-from loraplex.engine import endings, prefixes, snapshots
+from loraplex.engine import endings, prefixes, snapshots, urgency
 from loraplex.engine.inspect import inspect_engine
 from loraplex.engine.request_state import RequestRecord
 from loraplex.engine.residency import feasibility, registration, wants
@@ -123,6 +123,7 @@ def submit(state: EngineState, message: Submit) -> None:
     )
     state.records[record.request_id] = record
     state.queue.push(record.ticket)
+    urgency.watch(state, record)
     state.emit(
         RequestQueued(
             state.clock.now_ns(), record.request_id, record.adapter, record.tenant, record.prompt_tokens

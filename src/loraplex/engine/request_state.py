@@ -131,7 +131,7 @@ class Purpose(IntEnum):
 class LoadJob:
     """A load into (slot, generation). record: the request whose admission started it, if one did.
 
-    started: its copy was put into a plan; before, it waits for the last launch that may name its pages.
+    started: its copy was put into a plan, at started_ns; before, it waits for the last launch that may name its pages.
     """
 
     entry: AdapterEntry
@@ -141,6 +141,7 @@ class LoadJob:
     purpose: Purpose
     record: RequestRecord | None = None
     started: bool = False
+    started_ns: int = 0
 
 
 @dataclass(slots=True)

@@ -23,6 +23,8 @@ from loraplex.memory.host import HostTier
 from loraplex.memory.pages import PagePool, PageState
 from loraplex.memory.prefix import PrefixIndex
 from loraplex.memory.residency import AdapterEntry, SlotDirectory
+from loraplex.schedule.deadlines import Deadlines
+from loraplex.schedule.estimates import Estimates
 from loraplex.schedule.queue import WaitingQueue
 from loraplex.schedule.running import RunningTable
 from loraplex.schedule.select import Selection
@@ -93,7 +95,8 @@ class EngineState:
     slots that are taken, with or without a published adapter; occupied_pages: pages that adapters have for
     themselves. sharers: adapters that have not left, by the kernel digest of their image. pinned: those with
     a pin. prefix: cached blocks; computing: keys of blocks that a running request is about to compute, with
-    its id. service: what each tenant completed.
+    its id. service: what each tenant completed. estimates: how long
+    prefills and loads take.
     """
 
     def __init__(self, limits: EngineLimits, clock: Clock, grammars: Grammars, loader: Loader) -> None:
@@ -110,6 +113,8 @@ class EngineState:
         self.table = RunningTable(limits.max_requests, limits.max_pages_per_request, limits.max_model_len)
         self.service = TenantService()
         self.queue = WaitingQueue(self._rank)
+        self.deadlines = Deadlines()
+        self.estimates = Estimates()
         self.records: dict[str, RequestRecord] = {}
         self.by_slot: dict[int, RequestRecord] = {}
         usable = self.pool.usable

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from loraplex.core.plan import StepResult
 from loraplex.core.ports import Backend, Clock, EventSink, Grammars, Loader, Mailbox
-from loraplex.engine import admission, commit, growth, intake, integrity, launch
+from loraplex.engine import admission, commit, growth, intake, integrity, launch, urgency
 from loraplex.engine.constraints import NoGrammars
 from loraplex.engine.residency import hosting, loads, registration, wants
 from loraplex.engine.sizes import EngineLimits
@@ -82,6 +82,7 @@ class Engine:
 
     def _admit(self) -> None:
         state = self.state
+        urgency.enforce(state)
         wants.enforce(state)
         wants.serve(state)
         fetched = hosting.poll(state)  # what `serve` asked for may be there already

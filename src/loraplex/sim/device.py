@@ -178,7 +178,7 @@ class VirtualDevice:
             self._launched.append(_Launched(plan, self.clock.now, [], refusal))
             return
         copies = self._planned_copies(unpacked)
-        cost = self.costs.step_ns + self.costs.row_ns * unpacked.rows
+        cost = self._cost(unpacked)
         if self.faults.slower is not None:
             cost *= self.faults.slower()
         if not self.copy_stream:
@@ -192,6 +192,9 @@ class VirtualDevice:
                 copy.scrubs = copy.cells[np.isin(copy.cells, self._scrubs(unpacked))]
                 self._start_copy(copy)
         self._at(launched.end_ns, lambda: self._execute(launched))
+
+    def _cost(self, plan: BatchPlan) -> int:
+        return self.costs.step_ns + self.costs.row_ns * plan.rows
 
     def _refusal(self, plan: BatchPlan) -> StepResult | None:
         """What is wrong with a plan before anything of it starts: itself, or a failure that it did not know
@@ -346,7 +349,7 @@ class VirtualDevice:
         bad = plan.generation in self.faults.nan_plans and len(plan.requests) > 0
         return StepResult(
             generation=plan.generation,
-            execute_us=1,
+            execute_us=max(self._cost(plan) // 1000, 1),
             tokens=tokens,
             logprob_indptr=np.zeros(len(plan.samples) + 1, dtype=np.int32),
             prompt_logprob_indptr=np.zeros(len(plan.prompt_logprobs) + 1, dtype=np.int32),

@@ -59,7 +59,7 @@ def pump(state: EngineState) -> None:
             job.transaction.require_fence(state.committed_launch)
         place = job.transaction.block or job.transaction.adapter_pages
         state.deltas.copy(job.entry.kernel_digest, job.slot, job.generation, place)
-        job.started = True
+        job.started, job.started_ns = True, state.clock.now_ns()
         transitions.start_copy(state, job.entry)
         room -= 1
         unawaited += not job.purpose.awaited
@@ -92,6 +92,7 @@ def _publish(state: EngineState, job: LoadJob) -> None:
         transitions.finish_eviction(state, victim)
     if entry.removing:
         transitions.retire(state, entry)
+    state.estimates.note_load(state.image_bytes(entry), state.clock.now_ns() - job.started_ns)
     traffic = state.traffic
     traffic.loads += 1
     traffic.copied_pages += entry.own_pages

@@ -142,7 +142,7 @@ def urgency(request: GenerationFields, arrival_ns: int) -> tuple[int, int]:
         raise CallerError(
             ErrorCode.INVALID_REQUEST, f"priority must fit into 32 bits, got {priority}", param="priority"
         )
-    if limit_ms is not None and not 1 <= limit_ms <= 86_400_000:
+    if limit_ms is not None and not 1 <= limit_ms <= limits.MAX_TTFT_DEADLINE_MS:
         raise CallerError(
             ErrorCode.INVALID_REQUEST,
             f"ttft_deadline_ms must be from 1 to a day's milliseconds, got {limit_ms}",
