@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from loraplex.bench.step_time import PARTS, StepBench, as_json, run_steps
+from loraplex.bench.step_time import PARTS, StepBench, StepCase, as_json, run_steps
 
 
 def test_everybody_who_fits_decodes_and_the_others_wait() -> None:
-    bench = StepBench(running=8, waiting=5, adapters=3, steps=4)
+    bench = StepBench(StepCase(running=8, waiting=5, adapters=3), steps=4)
     row = bench.measure()
     assert (row.running, row.waiting, row.adapters) == (8, 5, 3)
     assert row.step_ms > 0
@@ -19,7 +19,7 @@ def test_everybody_who_fits_decodes_and_the_others_wait() -> None:
 
 
 def test_the_running_requests_name_as_many_adapters_as_the_case_says() -> None:
-    bench = StepBench(running=8, waiting=40, adapters=8, steps=2)
+    bench = StepBench(StepCase(running=8, waiting=40, adapters=8), steps=2)
     bench.measure()
     table = bench.engine.state.table
     assert len(set(table.adapter_slot[table.runnable()].tolist())) == 8
@@ -27,7 +27,18 @@ def test_the_running_requests_name_as_many_adapters_as_the_case_says() -> None:
 
 def test_the_report_has_every_call_of_a_step() -> None:
     told: list[str] = []
-    rows = run_steps(3, told.append, cases=((4, 0, 0), (6, 10, 3)))
+    rows = run_steps(3, told.append, cases=(StepCase(4, 0, 0), StepCase(6, 10, 3)))
     assert told == ["4 running, 0 waiting, 0 adapters", "6 running, 10 waiting, 3 adapters"]
     assert [(row.running, row.waiting, row.adapters) for row in rows] == [(4, 0, 0), (6, 10, 3)]
     assert all(tuple(row.parts_ms) == PARTS for row in rows)
+
+
+def test_with_a_turnover_as_many_are_let_in_as_end() -> None:
+    bench = StepBench(StepCase(running=8, waiting=20, adapters=3, tenants=4, turnover=2), steps=5)
+    row = bench.measure()
+    assert (row.tenants, row.turnover) == (4, 2)
+    state = bench.engine.state
+    assert len(state.records) == 28
+    assert len(state.by_slot) >= 8 - 2
+    assert {record.tenant for record in state.records.values()} == {"t0", "t1", "t2", "t3"}
+    assert state.arrivals == 28 + 5 * 2

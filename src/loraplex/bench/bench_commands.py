@@ -306,27 +306,59 @@ def _device_decode(repeats: int, profile: bool, only: tuple[int, ...], json: Pat
 
 
 @bench_app.command
-def step(*, steps: int = 200, json: Path | None = None) -> None:
+def step(
+    *,
+    steps: int = 200,
+    running: int = 256,
+    waiting: Annotated[tuple[int, ...], Parameter(negative="")] = (),
+    adapters: int = 1000,
+    tenants: int = 200,
+    turnover: int = 0,
+    policy: str = "deficit",
+    json: Path | None = None,
+) -> None:
     """Processor time of one iteration of the control plane, with nothing behind it.
 
     Args:
         steps: timed decode steps of each row.
+        running: requests that decode.
+        waiting: requests that wait, one row for each; without any the usual cases are run.
+        adapters: that the requests name in turn.
+        tenants: whose the requests are in turn.
+        turnover: requests that end, and come, in each step.
+        policy: who is let in first, as for serve.
         json: also write the rows to this file.
     """
-    from loraplex.bench.step_time import as_json, run_steps
+    from loraplex.bench.step_time import CASES, StepCase, as_json, run_steps
+    from loraplex.schedule.policy import POLICIES
 
-    if steps < 1:
-        raise CallerError(ErrorCode.CONFIG_INVALID, f"steps must be at least 1, got {steps}", param="steps")
+    least = {"steps": 1, "running": 1, "adapters": 0, "tenants": 1, "turnover": 0}
+    given = (("steps", steps), ("running", running), ("adapters", adapters), ("tenants", tenants))
+    for name, value in (*given, ("turnover", turnover)):
+        if value < least[name]:
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID, f"{name} must be at least {least[name]}, got {value}", param=name
+            )
+    if policy not in POLICIES or any(count < 0 for count in waiting):
+        name = "waiting" if policy in POLICIES else "policy"
+        raise CallerError(
+            ErrorCode.CONFIG_INVALID,
+            f"policy is one of {', '.join(POLICIES)} and waiting 0 or more, got {policy!r} and {waiting}",
+            param=name,
+        )
     check_outputs(json)
+    cases = [StepCase(running, count, adapters, tenants, turnover) for count in waiting] or CASES
     with activity() as tell:
-        rows = run_steps(steps, tell)
+        rows = run_steps(steps, tell, cases, policy)
     parts = list(rows[0].parts_ms)
-    head = f"{'running':>8} {'waiting':>8} {'adapters':>9} {'step ms':>9} {'p99 ms':>8} {'plan ms':>8}"
+    head = f"{'running':>8} {'waiting':>8} {'adapters':>9} {'tenants':>8} {'turnover':>9} {'step ms':>9} "
+    head += f"{'p99 ms':>8} {'plan ms':>8}"
     print(head + "".join(f" {part:>8}" for part in parts))
     for row in rows:
         print(
-            f"{row.running:8} {row.waiting:8} {row.adapters:9} {row.step_ms:9.2f} {row.step_p99_ms:8.2f} "
-            f"{row.plan_ms:8.2f}" + "".join(f" {row.parts_ms[part]:8.3f}" for part in parts)
+            f"{row.running:8} {row.waiting:8} {row.adapters:9} {row.tenants:8} {row.turnover:9} "
+            f"{row.step_ms:9.2f} {row.step_p99_ms:8.2f} {row.plan_ms:8.2f}"
+            + "".join(f" {row.parts_ms[part]:8.3f}" for part in parts)
         )
     if json is not None:
         write_output(json, as_json(rows, steps) + "\n")
