@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from loraplex.engine.request_state import RequestRecord
 from loraplex.engine.state import EngineState
 from loraplex.schedule.cost import Cost
-from loraplex.schedule.policy import Candidate, ordered
+from loraplex.schedule.policy import Candidate, Policy, ordered
 from loraplex.schedule.queue import Ticket
 from loraplex.schedule.tenant_service import rank_bucket
 
@@ -22,12 +22,13 @@ def in_order(state: EngineState, tickets: Sequence[Ticket]) -> list[RequestRecor
         return records
     now = state.clock.now_ns()
     policy = state.limits.policy
-    candidates = [_candidate(state, record) for record in records]
+    candidates = [_candidate(state, policy, record) for record in records]
     return [state.records[candidate.request_id] for candidate in ordered(policy, candidates, now)]
 
 
-def _candidate(state: EngineState, record: RequestRecord) -> Candidate:
+def _candidate(state: EngineState, policy: Policy, record: RequestRecord) -> Candidate:
     ticket, entry = record.ticket, record.entry
+    ranks = entry.ranks if entry is not None and policy.buckets else ()
     return Candidate(
         record.request_id,
         record.tenant,
@@ -36,7 +37,7 @@ def _candidate(state: EngineState, record: RequestRecord) -> Candidate:
         record.arrival_ns,
         ticket.order,
         cost_of(state, record),
-        rank_bucket(max((rank for rank, _ in entry.ranks), default=0)) if entry is not None else 0,
+        rank_bucket(max(rank for rank, _ in ranks)) if ranks else 0,
         record.owed,
     )
 

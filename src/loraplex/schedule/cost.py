@@ -35,4 +35,4 @@ FREE = Cost()
 
 def in_quanta(cost: Cost, quanta: Cost) -> tuple[int, ...]:
     """Each part in whole quanta of its own, rounded up; 0 for a part that is not compared (quantum 0)."""
-    return tuple(-(-part // quantum) if quantum else 0 for part, quantum in zip(cost, quanta, strict=True))
+    return tuple([-(-part // quantum) if quantum else 0 for part, quantum in zip(cost, quanta, strict=True)])

@@ -101,7 +101,7 @@ class WaitingQueue:
             lane = level.lanes[ticket.tenant] = _Lane(ticket.tenant)
         lane.add(ticket)
         if lane.orders[0] == ticket.order:
-            self._to_front(level, lane)
+            self._to_front(level, lane, self._rank(ticket.tenant) or 0)
 
     def take(self, ticket: Ticket) -> None:
         """Remove a ticket that a walk gave."""
@@ -176,7 +176,7 @@ class WaitingQueue:
                 self._forget_empty(urgency, level)
 
     def _walk_lanes(self, level: _Level) -> Generator[Ticket]:
-        aside: list[_Lane] = []
+        aside: list[tuple[_Lane, int]] = []
         ahead: list[tuple[int, int, str]] = []  # the next ticket of each lane that was met
         try:
             while level.fronts or ahead:
@@ -191,7 +191,7 @@ class WaitingQueue:
                         heapq.heappush(level.fronts, lane.front)
                         continue
                     lane.front, lane.walked = None, True
-                    aside.append(lane)
+                    aside.append((lane, rank or 0))
                     if rank is None:
                         continue
                 else:
@@ -204,10 +204,10 @@ class WaitingQueue:
                 if at < len(lane.orders):
                     heapq.heappush(ahead, (entry[0], lane.orders[at], lane.tenant))
         finally:
-            for lane in aside:
+            for lane, rank in aside:
                 lane.walked = False
                 if lane.orders:
-                    self._to_front(level, lane)
+                    self._to_front(level, lane, rank)
                 else:
                     level.lanes.pop(lane.tenant, None)
 
@@ -218,11 +218,13 @@ class WaitingQueue:
             insort(self._urgencies, urgency)
         return level
 
-    def _to_front(self, level: _Level, lane: _Lane) -> None:
-        """Note a lane's head among the others', at the rank that its tenant had last; the walk asks again."""
+    def _to_front(self, level: _Level, lane: _Lane, rank: int) -> None:
+        """Note a lane's head among the others', at a rank that its tenant had: the walk asks again, and ranks
+        only grow.
+        """
         if lane.walked:
             return
-        lane.front = (self._rank(lane.tenant) or 0, lane.orders[0], lane.tenant)
+        lane.front = (rank, lane.orders[0], lane.tenant)
         heapq.heappush(level.fronts, lane.front)
         if len(level.fronts) > 2 * len(level.lanes) + _VOID_KEPT:
             level.fronts = [lane.front for lane in level.lanes.values() if lane.front is not None]
@@ -239,7 +241,7 @@ class WaitingQueue:
             head = lane.orders[0] == ticket.order
             lane.remove(ticket.order)
             if lane.orders and head:
-                self._to_front(level, lane)
+                self._to_front(level, lane, self._rank(ticket.tenant) or 0)
             elif not lane.orders and not lane.walked:
                 del level.lanes[ticket.tenant]
         self._forget_empty(ticket.urgency, level)
