@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.sim.mutants import MUTANTS, Mutant, blind
+from tests.sim.mutants import MUTANTS, Mutant, blind, nothing
 
 from loraplex.core.errors import InternalFault
+from loraplex.engine import admission
+from loraplex.engine.request_state import RequestRecord
 from loraplex.memory.pages import PagePool
-from loraplex.schedule.policy import DEFICIT
+from loraplex.schedule.deadlines import Deadlines
+from loraplex.schedule.policy import POLICIES, Policy
 from loraplex.sim.faults import Fault, Setup, draw_setup
-from loraplex.sim.simulation import simulate
+from loraplex.sim.simulation import Simulation, simulate
 
 TICKS = 300
 SEEDS = range(12)
@@ -73,13 +76,13 @@ def test_nothing_is_seen_where_nothing_is_broken(
         assert simulate(seed, TICKS, setup=busy_setup(seed, sane)).violation is None
 
 
-def starving(seed: int, bound: int) -> Setup:
+def starving(seed: int, policy: Policy) -> Setup:
     """Ready requests for the base fill the pool; a few need an adapter that is cold."""
     drawn = draw_setup(seed, depth=1, faults=frozenset(), cached=False)
     limits = replace(
         drawn.limits, num_pages=25, max_requests=8, token_budget=16, host_bytes=None, adapter_floor=0
     )
-    limits = replace(limits, kv=replace(limits.kv, page_tokens=2), policy=replace(DEFICIT, bound=bound))
+    limits = replace(limits, kv=replace(limits.kv, page_tokens=2), policy=policy)
     return replace(
         drawn,
         limits=limits,
@@ -92,16 +95,60 @@ def starving(seed: int, bound: int) -> Setup:
         operations=frozenset(),
         prompt_tokens=12,
         output_tokens=10,
-        max_overtaken=10,
     )
 
 
-def test_a_cold_request_is_not_starved_by_ready_ones() -> None:
-    """With its turn bounded it runs; without the bound the checker sees it overtaken."""
-    seeds = (5, 6, 9, 10)
-    assert [simulate(seed, 500, setup=starving(seed, 8)).violation for seed in seeds] == [None] * len(seeds)
-    seen = [simulate(seed, 500, setup=starving(seed, 1 << 30)).violation for seed in seeds]
+SEEDS_OF_STARVING = (5, 6, 9, 10)
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.name)
+def test_every_policy_keeps_its_bound(policy: Policy) -> None:
+    for seed in SEEDS_OF_STARVING:
+        assert simulate(seed, 400, setup=starving(seed, replace(policy, bound=8))).violation is None
+
+
+@pytest.mark.parametrize("broken", ["_owe", "_count_overtaken"])
+def test_a_bound_that_is_not_kept_is_seen(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is owed a turn, or nobody counts who was overtaken."""
+    if broken == "_owe":
+        monkeypatch.setattr(admission, "_owe", nothing)
+    else:
+        monkeypatch.setattr(admission, "_count_overtaken", lambda *_: True)
+        monkeypatch.setattr(RequestRecord, "skipped", property(lambda _: 0, nothing))
+    greedy = replace(POLICIES["resident-greedy"], bound=8)
+    seen = [simulate(seed, 500, setup=starving(seed, greedy)).violation for seed in SEEDS_OF_STARVING]
     assert "starvation" in {violation.checker for violation in seen if violation is not None}
+
+
+@pytest.mark.parametrize("place", ["waiting", "parked", "loading"])
+def test_a_deadline_that_nobody_looks_at_is_seen(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each place where a request may stand; those of the other places are looked at."""
+    real = Deadlines.due
+
+    def due(moments: Deadlines, now: int) -> list[str]:
+        state = replica.state
+        out = []
+        for request_id in real(moments, now):
+            record = state.records[request_id]
+            stands = "parked" if state.queue.parked_for(request_id) else record.stage.value
+            if stands != place:
+                out.append(request_id)
+        return out
+
+    monkeypatch.setattr(Deadlines, "due", due)
+    seen = set()
+    for seed in range(40):
+        setup = starving(seed, POLICIES["deficit"])
+        setup = replace(
+            setup, urgent=0.8, base_share=0.2, fetch_ns=2_000_000, costs=replace(setup.costs, copy_ns=900_000)
+        )
+        world = Simulation(setup)
+        replica = world.replica.engine
+        violation = world.run(300).violation
+        seen.add(violation.checker if violation is not None else "")
+        if "deadline" in seen:
+            break
+    assert "deadline" in seen
 
 
 def test_the_codes_own_checks_would_have_spoken() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from loraplex.core.events import RequestPreempted
 from loraplex.core.packed import I32
-from loraplex.engine import endings
+from loraplex.engine import endings, urgency
 from loraplex.engine.request_state import RequestRecord, Stage
 from loraplex.engine.residency import room
 from loraplex.engine.state import EngineState
@@ -105,3 +105,4 @@ def preempt(state: EngineState, record: RequestRecord) -> None:
     record.stage = Stage.WAITING
     state.preemptions += 1
     state.queue.push(record.ticket)
+    urgency.watch(state, record)

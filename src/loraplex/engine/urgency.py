@@ -19,8 +19,8 @@ _NS_PER_MS = 1_000_000
 
 
 def watch(state: EngineState, record: RequestRecord) -> None:
-    """Note when to look at a request that was just accepted, if it has a deadline."""
-    if record.deadline_ns:
+    """Note when to look at a request that begins to wait, if its first token has a deadline."""
+    if record.deadline_ns and not record.outputs:
         state.deadlines.look_at(record.request_id, min(_half_gone(record), _latest_start(state, record)))
 
 

@@ -154,6 +154,10 @@ class WaitingQueue:
                 del self._parked[key]
         return True
 
+    def parked_for(self, request_id: str) -> str | None:
+        """The key that a request is parked under; None for one that is not parked."""
+        return self._parked_for.get(request_id)
+
     def heads(self, count: int) -> list[str]:
         """Ids of up to `count` tickets from the front; nothing is removed."""
         walk = self.walk()

@@ -25,9 +25,10 @@ from loraplex.core.events import (
 )
 from loraplex.core.packed import each
 from loraplex.core.plan import BatchPlan, StepResult, adapter_pairs
+from loraplex.engine.request_state import Stage
 from loraplex.engine.state import EngineState
 from loraplex.ops.ledger import IterationLedger, iteration_ledger
-from loraplex.sim.clients import Clients
+from loraplex.sim.clients import Ask, Clients
 from loraplex.sim.device import BUILT_ON_FAILURE, INJECTED, cells_of
 from loraplex.sim.faults import Setup
 from loraplex.sim.histories import Histories
@@ -66,6 +67,7 @@ class Checkers:
         self._adapter_state: dict[str, str] = {}
         self._arrivals: dict[str, int] = {}
         self._admitted: set[str] = set()
+        self._stepped_ns = 0
 
     # ------------------------------------------------------------ plans
 
@@ -233,15 +235,42 @@ class Checkers:
             )
 
     def _count_overtaking(self, request_id: str) -> None:
+        """Hold the policy to its bound, by tenant: who was let in before an older one that could have been
+        chosen. Those whose loads had begun come on top, so many as have places.
+        """
         ask = self._clients.live.get(request_id)
         if ask is None or request_id in self._admitted:
             return
         self._admitted.add(request_id)
+        bound = self._setup.limits.policy.bound + self._setup.limits.max_requests
+        if ask.deadline_ns:
+            return  # it may have been urgent
         for other in self._clients.live.values():
-            if other.order < ask.order and other.request_id not in self._admitted:
+            older = other.order < ask.order and other.request_id not in self._admitted
+            if older and other.tenant == ask.tenant and other.priority <= ask.priority and self._free(other):
                 other.overtaken += 1
-                if other.overtaken > self._setup.max_overtaken:
+                if other.overtaken > bound:
                     raise Wrong("starvation", f"{other.request_id} was overtaken {other.overtaken} times")
+
+    def _free(self, ask: Ask) -> bool:
+        """Whether a waiting request could be chosen: nothing is under way that it waits for."""
+        record = self._state.records.get(ask.request_id)
+        if record is None or record.stage is not Stage.WAITING:
+            return False
+        if self._state.queue.parked_for(ask.request_id) is not None:
+            return False
+        entry = record.entry
+        return entry is None or entry.retry_at_ns <= self._state.clock.now_ns()
+
+    def _check_deadlines(self) -> None:
+        """Nobody whose deadline had passed before this step is still waiting for a first token."""
+        for ask in self._clients.live.values():
+            record = self._state.records.get(ask.request_id)
+            if ask.deadline_ns and record is not None and record.slot < 0 and not ask.tokens:
+                late = self._stepped_ns - ask.deadline_ns
+                if late > 0:
+                    raise Wrong("deadline", f"{ask.request_id} waits {late} ns after its deadline")
+        self._stepped_ns = self._state.clock.now_ns()
 
     # ------------------------------------------------------------ after each step
 
@@ -257,6 +286,7 @@ class Checkers:
                 f"{count} pages are accounted for, the pool has {self._setup.limits.num_pages - 1}",
             )
         self._check_blocks()
+        self._check_deadlines()
         self._histories.after_step()
 
     def _check_blocks(self) -> None:

@@ -8,6 +8,7 @@ Specification: 0x07H (a request keeps the revision that it resolved), 0x09A (arr
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ MALFORMED_KEYS: tuple[tuple[dict[str, Any], str], ...] = (
 @dataclass(slots=True)
 class Ask:
     """One request as its client sees it. invoked_at: position from which on its adapter acts, -1 for one that
-    is always on. allowed: error codes that make sense for it; must: the only one that does.
+    is always on. priority, deadline_ns: 0 for none. allowed: error codes that make sense for it; must: the only one that does.
     """
 
     request_id: str
@@ -78,6 +79,8 @@ class Ask:
     must: str | None = None
     finish_at: int | None = None
     overtaken: int = 0
+    priority: int = 0
+    deadline_ns: int = 0
 
 
 class Clients:
@@ -87,6 +90,8 @@ class Clients:
         self._setup, self._clock, self._injector = setup, clock, injector
         self._rng = Random(f"{setup.seed}/clients")
         self._prompts = Random(f"{setup.seed}/prompts")
+        self._urgent = Random(f"{setup.seed}/urgent")
+        self._shares: list[float] = []
         self._contexts = [self._context() for _ in range(3)]
         self.inbox: list[ToEngine] = []
         self.names = AliasBook(setup, injector, self.inbox)
@@ -175,7 +180,7 @@ class Clients:
         rng, setup = self._rng, self._setup
         usable, image = self.names.usable(), None
         if usable and rng.random() >= setup.base_share:
-            image = usable[int(len(usable) * rng.random() ** 2)]
+            image = usable[self._popular(len(usable))]
         length = setup.prompt_tokens if longest else rng.randint(1, setup.prompt_tokens)
         prompt = np.array([rng.randrange(VOCAB) for _ in range(length)], dtype=np.int32)
         max_tokens = setup.output_tokens if longest else rng.randint(1, setup.output_tokens)
@@ -189,6 +194,7 @@ class Clients:
             stop = frozenset({expected[rng.randrange(max_tokens)]})
             del expected[1 + min(index for index, token in enumerate(expected) if token in stop) :]
         self.sent += 1
+        priority, deadline_ns = self._urgency()
         return Ask(
             f"r{self.sent}",
             image,
@@ -201,7 +207,28 @@ class Clients:
             allowed=set(self._always),
             tenant=self._tenant(),
             invoked_at=invoked_at,
+            priority=priority,
+            deadline_ns=deadline_ns,
         )
+
+    def _popular(self, count: int) -> int:
+        """Which of `count` names is asked for; early ones are popular."""
+        exponent = self._setup.zipf
+        if not exponent:
+            return int(count * self._rng.random() ** 2)
+        while len(self._shares) < count:
+            before = self._shares[-1] if self._shares else 0.0
+            self._shares.append(before + (len(self._shares) + 1) ** -exponent)
+        return bisect_left(self._shares, self._rng.random() * self._shares[count - 1], 0, count - 1)
+
+    def _urgency(self) -> tuple[int, int]:
+        """Priority and deadline of a request, 0 for none."""
+        rng, step_ns = self._urgent, self._setup.costs.step_ns
+        if rng.random() >= self._setup.urgent:
+            return 0, 0
+        if rng.random() < 0.5:
+            return rng.choice([-1, 1]), 0
+        return 0, self._clock.now + rng.randrange(1, 200) * step_ns
 
     def _context(self) -> I32:
         length = self._setup.prompt_tokens
@@ -284,7 +311,9 @@ class Clients:
             sampling,
             key,
             ask.tenant,
-            arrival_ns=ask.arrival_ns,
+            ask.priority,
+            ask.arrival_ns,
+            ask.deadline_ns,
             namespace=self.namespace(ask),
             block_keys=self._keys(ask),
             invoked_at=ask.invoked_at,
@@ -323,6 +352,7 @@ class Clients:
             if (
                 ask.must is None
                 and message.code not in ask.allowed
+                and not (message.code == "deadline_exceeded" and ask.deadline_ns and not ask.tokens)
                 and not self._load_failed(ask, message.code)
             ):
                 raise Wrong("typed_end", f"{ask.request_id} ended {message.code}: {message.message}")

@@ -18,6 +18,7 @@ from typing import Final
 from loraplex.core.layout import KvShape
 from loraplex.engine.sizes import EngineLimits
 from loraplex.identity.canonical import digest
+from loraplex.schedule.policy import POLICIES
 from loraplex.schedule.select import MixedBound
 from loraplex.sim.device import CopyFate, Costs, Faults
 
@@ -96,7 +97,7 @@ class Setup:
     """What a seed draws. aliases: adapters by name. small_share: those that take a block of a slab page.
     arrivals: requests a tick. cap: live requests at most. tenants: who asks. alike: requests whose prompt
     begins as others' do, or goes on where one ended. activated: adapters that act from an invocation on.
-    max_overtaken: later arrivals that may be admitted before a waiting request is; more is starvation.
+    zipf: exponent of the popularity of names, 0 for a square. urgent: requests with a priority or a deadline.
     """
 
     seed: int
@@ -113,11 +114,12 @@ class Setup:
     fetch_ns: int
     operations: frozenset[Operation]
     faults: frozenset[Fault]
-    max_overtaken: int = 2_000
     small_share: float = 0.0
     tenants: int = 1
     alike: float = 0.0
     activated: float = 0.0
+    zipf: float = 0.0
+    urgent: float = 0.0
 
     def record(self) -> dict[str, object]:
         """The setup as plain values."""
@@ -138,6 +140,8 @@ class Setup:
             "tenants": self.tenants,
             "alike": self.alike,
             "activated": self.activated,
+            "policy": limits.policy.name,
+            "urgent": self.urgent,
             "arrivals_per_tick": self.arrivals,
             "ranking": limits.ranking,
             "operations": sorted(kind.value for kind in self.operations),
@@ -154,8 +158,8 @@ def draw_setup(
 ) -> Setup:
     """The machine, load and fault kinds of a seed. depth, faults: instead of drawn ones.
 
-    cached: whether prefixes are; without it there are no tenants, no prompts alike and no activated adapters
-    either.
+    cached: whether prefixes are; without it there are no tenants, no prompts alike, no activated adapters and
+    nothing urgent either, and who comes first is served first.
     """
     rng = Random(f"{seed}/setup")
     page_tokens = rng.choice([1, 2, 4, 8])
@@ -200,6 +204,9 @@ def draw_setup(
             shared_tenants=shared,
             prefill_tokens_per_s=prefix.choice([1_000, 1_000_000]),
         )
+    drawn = Random(f"{seed}/policy")
+    policy = drawn.choice(list(POLICIES.values())) if on else POLICIES["fcfs"]
+    limits = replace(limits, policy=replace(policy, bound=drawn.choice([policy.bound, 8])))
     step_ns = 100_000
     costs = Costs(step_ns, 2_000, rng.choice([0, 20_000, 300_000]), rng.choice([1_000, 50_000, 400_000]))
     return Setup(
@@ -221,6 +228,7 @@ def draw_setup(
         tenants=prefix.choice([1, 3]) if on else 1,
         alike=prefix.choice([0.3, 0.8, 0.95]) if on else 0.0,
         activated=prefix.choice([0.0, 0.4]) if on else 0.0,
+        urgent=drawn.choice([0.0, 0.3]) if on else 0.0,
     )
 
 
