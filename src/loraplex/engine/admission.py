@@ -12,6 +12,7 @@ publish).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from itertools import islice
@@ -29,6 +30,8 @@ from loraplex.schedule.predicates import Readiness, eligible, load_eligible, rea
 
 LOOKAHEAD: Final = 64
 """Waiting requests that one step looks at."""
+TRIES: Final = 16
+"""Of them, those that may turn out to find no room; the next step goes on behind them."""
 
 
 class Outcome(StrEnum):
@@ -41,19 +44,38 @@ class Outcome(StrEnum):
     GONE = "gone"
 
 
+@dataclass(slots=True)
+class _Pass:
+    """One look at the queue. seen: requests that it looked at and that may still be overtaken. tries: how
+    many more may turn out to find no room. moved: whether anybody's try came to something else.
+    """
+
+    seen: dict[str, RequestRecord] = field(default_factory=dict)
+    tries: int = TRIES
+    moved: bool = False
+
+
 def admit(state: EngineState) -> None:
-    """Admit in the policy's order until places, pages or the look-ahead run out."""
+    """Admit in the policy's order until places, pages or the look-ahead run out.
+
+    Where nobody found room the last time, nobody is asked before something of it changed or somebody came.
+    """
     if not _places(state):
         return
-    walk = state.queue.walk()
-    seen: dict[str, RequestRecord] = {}
+    state.offers += 1
+    visible = (*state.room, state.queue.pushes)
+    if state.fruitless == visible:
+        return
+    look, walk = _Pass(), state.queue.walk()
     try:
         for _ in range(0, LOOKAHEAD, state.limits.policy.window):
             window = list(islice(walk, state.limits.policy.window))
-            if not window or not _admit_window(state, candidates.in_order(state, window), seen):
-                return
+            if not window or not _admit_window(state, candidates.in_order(state, window), look):
+                break
     finally:
         walk.close()
+    state.passed_at = state.offers
+    state.fruitless = visible if not look.moved and look.tries else None
 
 
 def _places(state: EngineState) -> int:
@@ -63,39 +85,46 @@ def _places(state: EngineState) -> int:
     )
 
 
-def _admit_window(
-    state: EngineState, window: Sequence[RequestRecord], seen: dict[str, RequestRecord]
-) -> bool:
+def _admit_window(state: EngineState, window: Sequence[RequestRecord], look: _Pass) -> bool:
     """Try the requests of a window, the preferred one first; whether those behind them may be tried.
 
-    seen: those that this step looked at and that may still be overtaken. A request that may be overtaken no
-    more, or passed over in no more steps, is owed the next turn: until it is let in, nobody behind it is.
+    A request that may be overtaken no more, or passed over in no more steps, is owed the next turn: until it
+    is let in, nobody behind it is.
     """
-    seen.update((record.request_id, record) for record in window)
-    bound, youngest = state.limits.policy.bound, NO_BOUND
+    look.seen.update((record.request_id, record) for record in window)
+    youngest = NO_BOUND
     for record in window:
         if record.ticket.order > youngest or not state.service.may_run(record.tenant):
             continue
         if not _places(state):
             return False
-        outcome = _try(state, record)
+        known = record.found_no_room == state.room
+        outcome = Outcome.SKIPPED if known else _try(state, record)
         if outcome is Outcome.SKIPPED:
-            record.skipped += 1
-            if record.skipped > bound and not record.owed:
-                _owe(state, record)
-            if record.owed:
+            record.found_no_room = state.room
+            look.tries -= not known
+            _count_skip(state, record)
+            if record.owed or not look.tries:
                 return False
             if record.admissions:  # it gave its pages to older ones: nobody younger takes them
                 youngest = min(youngest, record.ticket.order)
             continue
-        del seen[record.request_id]
+        look.moved = True
+        del look.seen[record.request_id]
         if outcome is Outcome.PARKED:
             state.queue.park(record.ticket, record.awaits)
         elif outcome is Outcome.ADMITTED:
             state.queue.take(record.ticket)
-            if not _count_overtaken(state, record, seen.values()):
+            if not _count_overtaken(state, record, look.seen.values()):
                 return False
     return youngest == NO_BOUND
+
+
+def _count_skip(state: EngineState, record: RequestRecord) -> None:
+    """Note the steps that had a place and no pages for `record`, this one and those since the last look."""
+    record.skipped += state.offers - state.passed_at if record.skipped else 1
+    if record.skipped > state.limits.policy.bound and not record.owed:
+        _owe(state, record)
 
 
 def _count_overtaken(state: EngineState, admitted: RequestRecord, seen: Iterable[RequestRecord]) -> bool:
@@ -136,7 +165,10 @@ def _try(state: EngineState, record: RequestRecord) -> Outcome:
     if entry is not None and ready is not Readiness.READY:
         return _try_cold(state, record, entry, demand, hit, load_eligible(request, worker))
     available = state.available_beside(hit.unread)
-    reclaimable = victims.reclaimable_pages(state, entry) if available < demand.required else 0
+    missing = demand.required - available
+    if missing > 0 and missing > victims.reclaimable_at_most(state):
+        return Outcome.SKIPPED
+    reclaimable = victims.reclaimable_pages(state, entry) if missing > 0 else 0
     legal = state.table.free_slots > 0 and admissible(demand, available, reclaimable)
     if not eligible(request, worker, legal):
         return Outcome.SKIPPED
@@ -201,7 +233,7 @@ def _try_cold(
     if not loadable:
         return Outcome.SKIPPED
     missing = demand.required - state.available_beside(hit.unread)
-    if missing > 0 and missing > victims.reclaimable_pages(state, entry):
+    if missing > 0 and missing > victims.reclaimable_at_most(state):
         return Outcome.SKIPPED
     outcome = _take(state, record, hit, partial(room.take_for_load, state, demand, entry))
     if record.transaction is not None:

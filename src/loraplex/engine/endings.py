@@ -34,6 +34,7 @@ def end(
     was, record.stage = record.stage, Stage.ENDED
     del state.records[record.request_id]
     state.queue.discard(record.request_id)
+    state.room_changed()
     state.deadlines.forget(record.request_id)
     code = error.code.value if error is not None else None
     message = error.message if error is not None else ""
@@ -74,6 +75,7 @@ def release_slot(state: EngineState, record: RequestRecord) -> None:
     """Free a running request's slot, pages and slot lease; nothing of it may be in flight. Cached blocks stay
     without it.
     """
+    state.room_changed()
     slot = record.slot
     pages = state.table.own_pages(slot)
     incarnation = int(state.table.incarnation[slot])

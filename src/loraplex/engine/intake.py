@@ -65,6 +65,7 @@ def handle(state: EngineState, message: ToEngine) -> None:
 
 
 def _call(state: EngineState, message: EngineCall) -> None:
+    state.room_changed()  # limits, pins and removals may leave more
     match message:
         case RegisterAdapter():
             registration.register(state, message)

@@ -195,6 +195,7 @@ def release(state: EngineState, record: RequestRecord) -> None:
         return
     blocks, prefix.blocks, prefix.receipt = prefix.blocks, [], EMPTY_RECEIPT
     if blocks:
+        state.room_changed()
         _free(state, state.prefix.release(blocks, state.newest_launch), "dropped")
     _no_longer_computing(state, prefix, prefix.computing)
 

@@ -59,7 +59,7 @@ class RequestRecord:
     last of which a client knows what it was bound to. invoked_at: position from which on an activated adapter
     acts, -1 for every other request. prefix: None where nothing of it is cached. awaits: what it is parked
     for. skipped: steps that had a place but no pages for it; overtaken: later ones of its tenant and urgency
-    that were let in before it; owed: one of the two reached its bound. preempting: its pages go as soon as nothing of it is in flight.
+    that were let in before it; owed: one of the two reached its bound. found_no_room: `EngineState.room` as it was then. preempting: its pages go as soon as nothing of it is in flight.
     """
 
     request_id: str
@@ -84,6 +84,7 @@ class RequestRecord:
     skipped: int = 0
     overtaken: int = 0
     owed: bool = False
+    found_no_room: tuple[int, int] | None = None
     load_failures: int = 0
     preempting: bool = False
     grammar: str | None = None

@@ -96,7 +96,8 @@ class EngineState:
     themselves. sharers: adapters that have not left, by the kernel digest of their image. pinned: those with
     a pin. prefix: cached blocks; computing: keys of blocks that a running request is about to compute, with
     its id. service: what each tenant completed. estimates: how long
-    prefills and loads take.
+    prefills and loads take. offers: steps in which a place was free; passed_at: the last of them in which the
+    queue was looked at; fruitless: what was to be seen then, where nobody was let in.
     """
 
     def __init__(self, limits: EngineLimits, clock: Clock, grammars: Grammars, loader: Loader) -> None:
@@ -142,6 +143,10 @@ class EngineState:
         self.committed_launch = 0
         self.arrivals = 0
         self.registrations = 0
+        self.room_epoch = self.room_launch = 0
+        self.reclaimable: tuple[int, int, int] = (-1, -1, 0)
+        self.offers = self.passed_at = 0
+        self.fruitless: tuple[int, int, int] | None = None
         self.transactions = 0
         self.preemptions = 0
 
@@ -232,8 +237,23 @@ class EngineState:
         """Append to the event spine; published at the end of the step."""
         self.events.append(event)
 
+    def room_changed(self) -> None:
+        """There may be room now for what found none: pages, slots, images or references were given up.
+
+        What a launch still names counts from its commit on, so that is the last moment at which there may be
+        more.
+        """
+        self.room_epoch += 1
+        self.room_launch = self.newest_launch
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """What a request that found no room needs to see changed before it finds any."""
+        return self.room_epoch, max(self.room_launch - self.committed_launch, 0)
+
     def free_pages(self, pages: I32, kind: PageState, owner: int, generation: int) -> None:
         """Give an object's pages back to the pool, scrubbed first where tests ask for it."""
+        self.room_changed()
         self.pool.release(pages, kind, owner, generation, self.fence)
         if self.limits.scrub:
             self.deltas.scrub(pages)

@@ -80,7 +80,7 @@ class WaitingQueue:
     """Tickets in lanes, owed a turn, or parked under the key of what they wait for."""
 
     def __init__(self, rank: Rank = lambda tenant: 0) -> None:
-        """rank: see `Rank`; asked of a tenant when its lane may come up."""
+        """rank: see `Rank`; asked of a tenant when its lane may come up. pushes: how many there were."""
         self._rank = rank
         self._levels: dict[int, _Level] = {}
         self._urgencies: list[int] = []
@@ -88,12 +88,14 @@ class WaitingQueue:
         self._owed: set[str] = set()
         self._parked: dict[str, dict[str, Ticket]] = {}
         self._parked_for: dict[str, str] = {}
+        self.pushes = 0
 
     def __len__(self) -> int:
         return len(self._places)
 
     def push(self, ticket: Ticket) -> None:
         """Add a ticket, or put one back in its old place."""
+        self.pushes += 1
         self._places[ticket.request_id] = ticket
         level = self._level(ticket.urgency)
         lane = level.lanes.get(ticket.tenant)

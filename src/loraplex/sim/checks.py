@@ -67,7 +67,7 @@ class Checkers:
         self._adapter_state: dict[str, str] = {}
         self._arrivals: dict[str, int] = {}
         self._admitted: set[str] = set()
-        self._stepped_ns = 0
+        self._late: set[str] = set()
 
     # ------------------------------------------------------------ plans
 
@@ -263,14 +263,15 @@ class Checkers:
         return entry is None or entry.retry_at_ns <= self._state.clock.now_ns()
 
     def _check_deadlines(self) -> None:
-        """Nobody whose deadline had passed before this step is still waiting for a first token."""
+        """Nobody waits for a first token through a whole step after his deadline."""
+        late, now = set(), self._state.clock.now_ns()
         for ask in self._clients.live.values():
             record = self._state.records.get(ask.request_id)
-            if ask.deadline_ns and record is not None and record.slot < 0 and not ask.tokens:
-                late = self._stepped_ns - ask.deadline_ns
-                if late > 0:
-                    raise Wrong("deadline", f"{ask.request_id} waits {late} ns after its deadline")
-        self._stepped_ns = self._state.clock.now_ns()
+            if 0 < ask.deadline_ns < now and record is not None and record.slot < 0 and not ask.tokens:
+                late.add(ask.request_id)
+        if not late.isdisjoint(self._late):
+            raise Wrong("deadline", f"{sorted(late & self._late)} still wait after their deadlines")
+        self._late = late
 
     # ------------------------------------------------------------ after each step
 

@@ -73,6 +73,7 @@ def _arrived(state: EngineState, fetched: Fetched) -> None:
     image = state.host.get(fetched.kernel_digest)
     if image is None or image.state is not HostState.FETCHING:
         return  # a loader that answers twice changes nothing
+    state.room_changed()
     sharers = state.sharers.get(fetched.kernel_digest, ())
     if fetched.code is None:
         state.host.arrived(fetched.kernel_digest)
@@ -137,6 +138,7 @@ def _leased(state: EngineState, kernel_digest: str) -> bool:
 
 def drop(state: EngineState, kernel_digest: str) -> None:
     """Give one host image up; its adapter is absent from then on."""
+    state.room_changed()
     image = state.host.get(kernel_digest)
     state.host.drop(kernel_digest)
     state.loader.drop(kernel_digest)

@@ -30,6 +30,7 @@ def _move(state: EngineState, entry: AdapterEntry, after: AdapterState) -> None:
 def note_move(state: EngineState, entry: AdapterEntry, before: AdapterState) -> None:
     """Emit an adapter's change of state, if it changed: no state moves without its event."""
     if entry.state is not before:
+        state.room_changed()
         state.emit(
             AdapterTransition(
                 state.clock.now_ns(),

@@ -75,6 +75,15 @@ def reclaimable_pages(state: EngineState, keep: AdapterEntry | None = None) -> i
     return sum(offer.pages for offer in _of_pages(state, keep))
 
 
+def reclaimable_at_most(state: EngineState) -> int:
+    """At least `reclaimable_pages` for anybody, counted once for each change of room."""
+    epoch, committed, pages = state.reclaimable
+    if (epoch, committed) != (state.room_epoch, state.committed_launch):
+        pages = reclaimable_pages(state)
+        state.reclaimable = (state.room_epoch, state.committed_launch, pages)
+    return pages
+
+
 def choose(
     state: EngineState,
     pages: int,
