@@ -162,9 +162,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     None for one that ends with the server. store_gb: limit of the store of downloaded adapters, GiB.
     api_key_file: without one, only loopback. expose_without_keys: listen elsewhere all the same. log_prompts:
     prompts may stand in the log. host_gb: adapter images in host memory, in GiB. host_locked_gb,
-    adapter_floor, prefix_cache, prefix_share, share_prefixes, policy: see `EngineConfig`. drain_s: how long open
-    requests may go on after SIGTERM. tool_formats: (alias, how calls are written); alias None for every model
-    but adapters whose cards say it.
+    adapter_floor, prefix_cache, prefix_share, share_prefixes, policy: see `EngineConfig`. drain_s: how long
+    open requests may go on after SIGTERM. tool_formats: (alias, how calls are written); alias None for every
+    model but adapters whose cards say it.
     """
 
     model: str | None = None

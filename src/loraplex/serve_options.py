@@ -103,7 +103,7 @@ SharePrefixesOption = Annotated[
 PolicyOption = Annotated[
     str,
     Parameter(
-        help="Who runs next: deficit (the tenant with the least service), fcfs, resident-greedy, clustered or "
+        help="Who runs next: deficit (the tenant with least service), fcfs, resident-greedy, clustered or "
         "rank-bucketed."
     ),
 ]

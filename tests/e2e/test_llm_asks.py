@@ -112,3 +112,18 @@ def test_what_is_wrong_is_refused_by_name(llm: LLM) -> None:
             ask()
         assert caught.value.param == param
         assert caught.value.code in (ErrorCode.INVALID_REQUEST, ErrorCode.INVALID_SAMPLING)
+
+
+def test_urgency_changes_no_answer_and_is_refused_out_of_range(llm: LLM) -> None:
+    urgent = SamplingParams(max_tokens=6, temperature=0.0, priority=-3, ttft_deadline_ms=86_400_000)
+    patient, pressed = llm.generate([[5, 6], [5, 6]], sampling=[GREEDY, urgent])
+    assert patient.token_ids == pressed.token_ids
+    for fields in (
+        {"priority": 1 << 31},
+        {"priority": 0.5},
+        {"ttft_deadline_ms": 0},
+        {"ttft_deadline_ms": True},
+    ):
+        with pytest.raises(CallerError) as refused:
+            SamplingParams(**fields)  # type: ignore[arg-type]
+        assert (refused.value.code, refused.value.param) == (ErrorCode.INVALID_SAMPLING, next(iter(fields)))

@@ -1,4 +1,6 @@
-"""Deadlines of first tokens in the engine: refused in time wherever a request stands, and urgent before that."""
+"""Deadlines of first tokens in the engine: refused in time wherever a request stands, and urgent
+before that.
+"""
 
 from __future__ import annotations
 

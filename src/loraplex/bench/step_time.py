@@ -14,7 +14,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Final
 
@@ -191,8 +191,13 @@ class StepBench:
             started, before = time.thread_time_ns(), self.backend.spent_ns
             self.engine.step()
             times.append((time.thread_time_ns() - started - (self.backend.spent_ns - before)) / 1e6)
+        case = self.case
         return StepRow(
-            *astuple(self.case),
+            case.running,
+            case.waiting,
+            case.adapters,
+            case.tenants,
+            case.turnover,
             statistics.median(times),
             float(np.percentile(times, 99)),
             statistics.median(self.plans.ns) / 1e6,

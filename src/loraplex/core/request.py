@@ -89,8 +89,8 @@ class SamplingParams:
     stays part of the text. n: independent samples. logprobs, prompt_logprobs: top entries reported for each
     generated token, each prompt position; None is off. structured_outputs: what the answer is held to, of a
     Python caller. priority: of a Python caller's request; lower runs first, 32 bits. ttft_deadline_ms: the
-    request is refused where its first token cannot come so soon, in milliseconds; None for any time; also of a
-    Python caller. alora_fallback: "base" lets the base answer a prompt that lacks the invocation of an
+    request is refused where its first token cannot come so soon, in milliseconds; None for any time; also of
+    a Python caller. alora_fallback: "base" lets the base answer a prompt that lacks the invocation of an
     activated adapter; None refuses it. It has no effect on any other prompt.
     """
 

@@ -59,7 +59,8 @@ class RequestRecord:
     last of which a client knows what it was bound to. invoked_at: position from which on an activated adapter
     acts, -1 for every other request. prefix: None where nothing of it is cached. awaits: what it is parked
     for. skipped: steps that had a place but no pages for it; overtaken: later ones of its tenant and urgency
-    that were let in before it; owed: one of the two reached its bound. found_no_room: `EngineState.room` as it was then. preempting: its pages go as soon as nothing of it is in flight.
+    that were let in before it; owed: one of the two reached its bound. found_no_room: `EngineState.room` as
+    it was then. preempting: its pages go as soon as nothing of it is in flight.
     """
 
     request_id: str
@@ -132,7 +133,8 @@ class Purpose(IntEnum):
 class LoadJob:
     """A load into (slot, generation). record: the request whose admission started it, if one did.
 
-    started: its copy was put into a plan, at started_ns; before, it waits for the last launch that may name its pages.
+    started: its copy was put into a plan, at started_ns; before, it waits for the last launch that may name
+    its pages.
     """
 
     entry: AdapterEntry

@@ -23,16 +23,17 @@ class EngineLimits:
 
     num_pages: pages of the pool, the null page included. max_model_len: positions of one request.
     token_budget: rows of one iteration. mixed: of them, prefill rows of an iteration that also decodes.
-    policy: who is let in first. depth: plans launched ahead of the newest commit, 0 or 1. copies_on_compute_stream: adapter copies are
-    ordered with compute, so that a freed page may be overwritten at once. scrub: freed pages are filled with
-    0xFF (tests). vocab_size: ids the model knows. host_bytes: host images together, None for no bound.
-    adapter_pages: pages that adapters may take, None for all; both change at run time. adapter_floor: pages
-    of adapters that KV pressure leaves alone. ranking: name in `memory.eviction.RANKINGS`. copy_bytes_per_s:
-    what bringing a page back is priced at. base_abi: of the model, and cache_abi: of its KV rows; digests,
-    needed where prefix_cache is on. prefix_floor: pages of cached prefixes that nobody takes while requests
-    run. shared_tenants: those whose cached prefixes are one namespace. prefill_tokens_per_s: what computing a
-    cached block again is priced at. load_retry_ns: pause after a first failed load. copies_in_flight: copies
-    that the backend is given at a time. copy_starts: of them, how many a step with rows starts.
+    policy: who is let in first. depth: plans launched ahead of the newest commit, 0 or 1.
+    copies_on_compute_stream: adapter copies are ordered with compute, so that a freed page may be overwritten
+    at once. scrub: freed pages are filled with 0xFF (tests). vocab_size: ids the model knows. host_bytes:
+    host images together, None for no bound. adapter_pages: pages that adapters may take, None for all; both
+    change at run time. adapter_floor: pages of adapters that KV pressure leaves alone. ranking: name in
+    `memory.eviction.RANKINGS`. copy_bytes_per_s: what bringing a page back is priced at. base_abi: of the
+    model, and cache_abi: of its KV rows; digests, needed where prefix_cache is on. prefix_floor: pages of
+    cached prefixes that nobody takes while requests run. shared_tenants: those whose cached prefixes are one
+    namespace. prefill_tokens_per_s: what computing a cached block again is priced at. load_retry_ns: pause
+    after a first failed load. copies_in_flight: copies that the backend is given at a time. copy_starts: of
+    them, how many a step with rows starts.
     """
 
     kv: KvShape

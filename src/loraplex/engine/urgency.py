@@ -1,4 +1,5 @@
-"""Deadlines of first tokens: who is near his goes first, who cannot meet it is refused while that still helps.
+"""Deadlines of first tokens: who is near his goes first, who cannot meet it is refused while that still
+helps.
 
 A request comes up when half of its time has gone, and from then on it is urgent; and again when what is left
 is no more than its load and its prefill take by what was measured. It is looked at on time also while it is
@@ -67,6 +68,6 @@ def _missed(record: RequestRecord, now: int, needed_ns: int) -> CapacityError:
     left = (record.deadline_ns - now) / _NS_PER_MS
     return CapacityError(
         ErrorCode.DEADLINE_EXCEEDED,
-        f"the first token takes {needed_ns / _NS_PER_MS:.1f} ms more and {left:.1f} ms are left of the deadline; "
+        f"the first token takes {needed_ns / _NS_PER_MS:.1f} ms more and {left:.1f} ms are left of its time; "
         "allow more time or ask again when less is running",
     )

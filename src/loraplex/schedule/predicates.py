@@ -68,8 +68,8 @@ def feasible(request: RequestSnapshot, worker: WorkerSnapshot) -> bool:
 
 
 def ready(request: RequestSnapshot, worker: WorkerSnapshot) -> bool:
-    """Ready_A of 0x09B: a resident slot of another generation is no hit, and a retiring one serves those alone
-    that lease it.
+    """Ready_A of 0x09B: a resident slot of another generation is no hit, and a retiring one serves those
+    alone that lease it.
     """
     adapter = request.adapter
     if not feasible(request, worker):
@@ -112,8 +112,8 @@ class Readiness(StrEnum):
 
 
 def readiness(entry: AdapterEntry | None) -> Readiness:
-    """Why an adapter cannot be bound now, for those who wait for it; a retiring slot stays ready for those who
-    leased it.
+    """Why an adapter cannot be bound now, for those who wait for it; a retiring slot stays ready for those
+    who leased it.
     """
     if entry is None or entry.resident:
         return Readiness.READY

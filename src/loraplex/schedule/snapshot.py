@@ -109,8 +109,8 @@ class AdapterSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What serving a request takes at least. least_pages: of its adapter beside the pinned ones; adapter_pages:
-    of its adapter alone. slot: whether its adapter needs a slot that it has not.
+    """What serving a request takes at least. least_pages: of its adapter beside the pinned ones;
+    adapter_pages: of its adapter alone. slot: whether its adapter needs a slot that it has not.
     """
 
     kv_pages: int
@@ -133,7 +133,9 @@ class Need:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What a worker could give were nobody running: its limits, and what pins of other adapters hold of them."""
+    """What a worker could give were nobody running: its limits, and what pins of other adapters hold
+    of them.
+    """
 
     pages: int
     adapter_pages: int

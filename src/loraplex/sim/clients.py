@@ -61,7 +61,8 @@ MALFORMED_KEYS: tuple[tuple[dict[str, Any], str], ...] = (
 @dataclass(slots=True)
 class Ask:
     """One request as its client sees it. invoked_at: position from which on its adapter acts, -1 for one that
-    is always on. priority, deadline_ns: 0 for none. allowed: error codes that make sense for it; must: the only one that does.
+    is always on. priority, deadline_ns: 0 for none. allowed: error codes that make sense for it; must: the
+    only one that does.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
 """What can never be had, however long one waits: pins, limits and the pool leave too little.
 
-Counts need and room for `schedule.predicates`, and says why not as the typed refusal. Looks at sizes, pins and limits alone, never at who runs now (that is
-`room`'s) and never at who could go (`victims`').
+Counts need and room for `schedule.predicates`, and says why not as the typed refusal. Looks at sizes, pins
+and limits alone, never at who runs now (that is `room`'s) and never at who could go (`victims`').
 
 Specification: 0x09B (feasible); rulings "Leases" (pins).
 """
