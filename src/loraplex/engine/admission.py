@@ -96,7 +96,7 @@ def _admit_window(state: EngineState, window: Sequence[RequestRecord], look: _Pa
     for record in window:
         if record.ticket.order > youngest or not state.service.may_run(record.tenant):
             continue
-        if not _places(state):
+        if _places(state) <= 0:
             return False
         known = record.found_no_room == state.room
         outcome = Outcome.SKIPPED if known else _try(state, record)
