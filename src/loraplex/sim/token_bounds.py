@@ -1,6 +1,6 @@
 """What a simulated client lets its answer be made of: the fields that bound tokens, and what they mean.
 
-Says of one token at a time whether it may come; knows nothing of the engine's masks, which it is held against.
+Says of one token at a time whether it may come; knows nothing of the engine's masks.
 
 Specification: rulings "Tests" (checkers outside the code under test).
 """

@@ -332,7 +332,8 @@ def test_values_of_tags_are_text_or_json_by_their_schema() -> None:
     )
     assert writes(tokenizer, grammar, whole) is True
     assert arguments(tool, whole) == {
-        "free": ' 7 "</parameter>\n', "maybe": None, "one": "b\nc", "either": "7", "dated": "2020-01-31", "deep": {"x": 1},
+        "free": ' 7 "</parameter>\n', "maybe": None, "one": "b\nc",
+        "either": "7", "dated": "2020-01-31", "deep": {"x": 1},
     }  # fmt: skip
     least = answer(free="null", maybe="nullable", deep='{"x": 2}')
     assert writes(tokenizer, grammar, least) is True

@@ -74,7 +74,10 @@ ANSWERS: dict[str, list[tuple[str, str, list[Call]]]] = {
         ("[TOOL_CALL] is no mark", "[TOOL_CALL] is no mark", []),
         ("[TOOL_CALLS]clock[ARGS]{}", "", [("clock", "{}")]),
         (
-            'Yes. [TOOL_CALLS]a[ARGS]{"x": [[], "]}\\"{"]}\n[TOOL_CALLS] b[CALL_ID]abcdef123[ARGS] {"y": {"z": null}}',
+            (
+                'Yes. [TOOL_CALLS]a[ARGS]{"x": [[], "]}\\"{"]}\n[TOOL_CALLS] b[CALL_ID]abcdef123[ARGS] '
+                '{"y": {"z": null}}'
+            ),
             "Yes.",
             [("a", '{"x": [[], "]}\\"{"]}'), ("b", '{"y": {"z": null}}')],
         ),
@@ -88,7 +91,8 @@ ANSWERS: dict[str, list[tuple[str, str, list[Call]]]] = {
         ("<tool_call>\n<function=clock>\n</function>\n</tool_call>", "", [("clock", "{}")]),
         (
             (
-                "So: <tool_call>\n<function=a>\n<parameter=x>\n[1, {}]\n</parameter>\n<parameter=y>\nit's \"</par\n\n</parameter>\n"
+                "So: <tool_call>\n<function=a>\n<parameter=x>\n[1, {}]\n</parameter>\n<parameter=y>\n"
+                "it's \"</par\n\n</parameter>\n"
                 "</function>\n</tool_call>\n<tool_call><function=b></function></tool_call>\ndone"
             ),
             "So: \n\ndone",
@@ -140,10 +144,12 @@ MISTRAL_TEMPLATE = (
 ARGS_TEMPLATE = (
     "<s>{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
     "{% if m.tool_calls is defined %}{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]"
-    "{{ c.function.arguments | tojson }}{% endfor %}</s>{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
+    "{{ c.function.arguments | tojson }}{% endfor %}</s>{% else %}[INST]{{ m.content }}[/INST]{% endif %}"
+    "{% endfor %}"
 )
 CODER_TEMPLATE = (
-    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n"
     "{% for k, v in c.function.arguments | items %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
     "</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
