@@ -21,6 +21,7 @@ from loraplex.server.auth import Caller, KeyFile
 from loraplex.server.exchange import Exchange
 from loraplex.server.metrics import Metrics
 from loraplex.server.service import Service
+from loraplex.server.tenants import Granting
 from loraplex.server.wire import decode
 from loraplex.text.codec import TextCodec
 
@@ -33,6 +34,7 @@ class Site:
 
     service: Service
     keys: KeyFile
+    granting: Granting
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     serial: Iterator[int] = field(default_factory=itertools.count)
