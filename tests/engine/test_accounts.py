@@ -4,6 +4,7 @@ holds a request back.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.prompts import prompt
 from loraplex.core.events import LoadStarved, RequestPreempted, ServiceDebited, StepFailed, TenantStarved
 from loraplex.core.messages import Abort, Inspect, SetTenants
 from loraplex.core.tenants import TenantLimits
+from loraplex.schedule.policy import DEFICIT
 
 
 def totals(rig: Rig, tenant: str) -> tuple[int, int, int]:
@@ -175,7 +177,7 @@ def test_malformed_limits_are_refused_and_the_old_ones_stay() -> None:
 
 def test_weights_share_a_full_engine() -> None:
     """Two floods, weights 1 and 3: the second completes three times as much while both want more."""
-    rig = Rig(depth=1, pages=65, max_requests=2)
+    rig = Rig(depth=1, pages=65, max_requests=2, policy=replace(DEFICIT, service_quantum=1))
     grant(rig, TenantLimits("b", weight=3))
     for index in range(60):
         for tenant in "ab":

@@ -29,7 +29,7 @@ from loraplex.memory.slabs import Block, Slabs
 from loraplex.memory.transaction import Transaction
 from loraplex.schedule.queue import WaitingQueue
 from loraplex.schedule.running import RunningTable
-from loraplex.schedule.service import TenantService
+from loraplex.schedule.tenant_service import TenantService
 from loraplex.sim import clients
 
 Patch = pytest.MonkeyPatch
