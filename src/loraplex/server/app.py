@@ -24,11 +24,11 @@ from loraplex.server.exchange import Disconnected, Exchange
 from loraplex.server.generation import tokenizing
 from loraplex.server.generation.chat import chat_completions
 from loraplex.server.generation.completions import completions
+from loraplex.server.granting import Granting
 from loraplex.server.listen import AsgiApp, Receive, Send
 from loraplex.server.openapi import BODIES, openapi
 from loraplex.server.routing import Call, Handler, Site
 from loraplex.server.service import Service
-from loraplex.server.tenants import Granting
 from loraplex.server.wire import NoFields, decode
 
 _log: Final = logging.getLogger(__name__)

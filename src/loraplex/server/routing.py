@@ -19,9 +19,9 @@ from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.server.access import Facts
 from loraplex.server.auth import Caller, KeyFile
 from loraplex.server.exchange import Exchange
+from loraplex.server.granting import Granting
 from loraplex.server.metrics import Metrics
 from loraplex.server.service import Service
-from loraplex.server.tenants import Granting
 from loraplex.server.wire import decode
 from loraplex.text.codec import TextCodec
 
