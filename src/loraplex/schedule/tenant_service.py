@@ -73,6 +73,7 @@ class TenantService:
     def __init__(self, weights: ServiceWeights = ServiceWeights()) -> None:
         self._weights = np.array([weights.computed, weights.cached, weights.output])
         self._numbers: dict[str, int] = {}
+        self._names: list[str] = []
         self._accounts: list[_Account] = []
         self._limits: dict[str, TenantLimits] = {}
         self._tokens = np.zeros((0, 3), dtype=np.int64)
@@ -149,6 +150,7 @@ class TenantService:
 
     def _open(self, tenant: str) -> int:
         number = self._numbers[tenant] = len(self._accounts)
+        self._names.append(tenant)
         limits = self.limits_of(tenant)
         self._accounts.append(_Account(limits))
         if number == self._virtual.size:
@@ -205,7 +207,7 @@ class TenantService:
         self._tokens[:count] += by_tenant
         self._by_bucket += by_bucket
         self._virtual[:count] += by_tenant @ self._weights / self._shares[:count]
-        return _rows(by_tenant, list(self._numbers)), _rows(by_bucket, BUCKETS)
+        return _rows(by_tenant, self._names), _rows(by_bucket, BUCKETS)
 
     def _checked(self, tenants: I32, buckets: I32, *tokens: I32) -> I64:
         """The token counts as [N, 3]."""
@@ -273,5 +275,9 @@ def _sums(groups: I32, tokens: I64, count: int) -> I64:
 
 
 def _rows(sums: I64, names: Sequence[str]) -> tuple[Row, ...]:
-    touched = np.flatnonzero(sums.any(axis=1)).tolist()
-    return tuple((names[index], *map(int, sums[index])) for index in touched)  # type: ignore[misc]
+    touched = np.flatnonzero(sums.any(axis=1))
+    counts = sums[touched].tolist()
+    return tuple(
+        (names[index], computed, cached, outputs)
+        for index, (computed, cached, outputs) in zip(touched.tolist(), counts, strict=True)
+    )
