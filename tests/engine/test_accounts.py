@@ -29,7 +29,7 @@ def totals(rig: Rig, tenant: str) -> tuple[int, int, int]:
     return tuple(map(sum, zip(*rows, strict=True))) if rows else (0, 0, 0)  # type: ignore[return-value]
 
 
-def grant(rig: Rig, *tenants: TenantLimits) -> Any:
+def set_limits(rig: Rig, *tenants: TenantLimits) -> Any:
     rig.calls += 1
     rig.mailbox.inbox.append(SetTenants(rig.calls, tenants))
     rig.step()
@@ -117,7 +117,7 @@ def test_failed_work_is_no_service(depth: int) -> None:
 
 def test_a_tenant_runs_as_many_as_it_may_and_others_take_the_rest() -> None:
     rig = Rig(depth=1, pages=65)
-    assert grant(rig, TenantLimits("a", max_running=2)).code is None
+    assert set_limits(rig, TenantLimits("a", max_running=2)).code is None
     for index in range(6):
         rig.submit(f"a{index}", prompt(4, index), None, tenant="a", max_tokens=6)
     rig.submit("b", prompt(4, 9), None, tenant="b", max_tokens=6)
@@ -131,7 +131,7 @@ def test_a_tenant_runs_as_many_as_it_may_and_others_take_the_rest() -> None:
     assert most == 2
     (held,) = asked(rig, "a5")
     assert (held["stage"], held["held_by"], held["reason"]) == ("waiting", "eligible", "max_running")
-    grant(rig)
+    set_limits(rig)
     rig.step()
     assert sum(record.tenant == "a" for record in rig.engine.state.by_slot.values()) > 2
     rig.run()
@@ -140,7 +140,7 @@ def test_a_tenant_runs_as_many_as_it_may_and_others_take_the_rest() -> None:
 
 def test_a_loading_request_takes_a_place_of_its_tenant() -> None:
     rig = Rig(depth=1, pages=65)
-    grant(rig, TenantLimits("a", max_running=1))
+    set_limits(rig, TenantLimits("a", max_running=1))
     rig.register("x", pages=4)
     rig.submit("cold", prompt(4, 1), "x", tenant="a", max_tokens=2)
     rig.submit("ready", prompt(4, 2), None, tenant="a", max_tokens=2)
@@ -156,7 +156,7 @@ def test_a_loading_request_takes_a_place_of_its_tenant() -> None:
 
 def test_more_than_may_wait_is_refused_as_the_tenants_own_limit() -> None:
     rig = Rig(depth=1)
-    grant(rig, TenantLimits("a", max_waiting=2))
+    set_limits(rig, TenantLimits("a", max_waiting=2))
     for index in range(3):
         rig.submit(f"a{index}", prompt(4, index), None, tenant="a", max_tokens=2)
     rig.submit("b", prompt(4, 9), None, tenant="b", max_tokens=2)
@@ -169,8 +169,8 @@ def test_more_than_may_wait_is_refused_as_the_tenants_own_limit() -> None:
 
 def test_malformed_limits_are_refused_and_the_old_ones_stay() -> None:
     rig = Rig(depth=1)
-    grant(rig, TenantLimits("a", weight=3))
-    reply = grant(rig, TenantLimits("a", weight=0))
+    set_limits(rig, TenantLimits("a", weight=3))
+    reply = set_limits(rig, TenantLimits("a", weight=0))
     assert reply.code == "config_invalid"
     assert rig.engine.state.service.limits_of("a").weight == 3
 
@@ -178,7 +178,7 @@ def test_malformed_limits_are_refused_and_the_old_ones_stay() -> None:
 def test_weights_share_a_full_engine() -> None:
     """Two floods, weights 1 and 3: the second completes three times as much while both want more."""
     rig = Rig(depth=1, pages=65, max_requests=2, policy=replace(DEFICIT, service_quantum=1))
-    grant(rig, TenantLimits("b", weight=3))
+    set_limits(rig, TenantLimits("b", weight=3))
     for index in range(60):
         for tenant in "ab":
             rig.submit(f"{tenant}{index}", prompt(4, index), None, tenant=tenant, max_tokens=4)

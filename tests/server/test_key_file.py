@@ -91,41 +91,41 @@ def test_a_file_that_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:
     assert caught.value.code is ErrorCode.CONFIG_INVALID
 
 
-GRANT = '{"tenant": "t", "weight": 2, "max_running": 8, "max_waiting": 100}\n'
+LIMITS = '{"tenant": "t", "weight": 2, "max_running": 8, "max_waiting": 100}\n'
 
 
-def test_grants_come_and_go_with_their_lines(tmp_path: Path) -> None:
+def test_limits_come_and_go_with_their_lines(tmp_path: Path) -> None:
     path, clock = tmp_path / "keys", Clock()
-    path.write_text(line("a") + GRANT)
+    path.write_text(line("a") + LIMITS)
     keys = KeyFile(str(path), clock)
-    assert keys.granted == (TenantLimits("t", 2, 8, 100),)
+    assert keys.tenant_limits == (TenantLimits("t", 2, 8, 100),)
     path.write_text(line("a") + '{"tenant": "t", "max_running": 1}\n')
     clock.s += 1
     assert known(keys, "a")
-    assert keys.granted == (TenantLimits("t", 1, 1),)
-    path.write_text(line("a") + GRANT.replace("2", "0"))
+    assert keys.tenant_limits == (TenantLimits("t", 1, 1),)
+    path.write_text(line("a") + LIMITS.replace("2", "0"))
     clock.s += 1
     assert known(keys, "a")
-    assert keys.granted == (TenantLimits("t", 1, 1),)  # a file that is refused changes nothing
+    assert keys.tenant_limits == (TenantLimits("t", 1, 1),)  # a file that is refused changes nothing
 
 
-def test_grants_stand_in_tables_of_toml_too(tmp_path: Path) -> None:
+def test_limits_stand_in_tables_of_toml_too(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     digest = hashlib.sha256(b"a").hexdigest()
     path.write_text(
         f"[[keys]]\nsha256 = '{digest}'\ntenant = 't'\n[[tenants]]\ntenant = 't'\nmax_waiting = 5\n"
     )
-    assert KeyFile(str(path)).granted == (TenantLimits("t", max_waiting=5),)
+    assert KeyFile(str(path)).tenant_limits == (TenantLimits("t", max_waiting=5),)
 
 
-def test_a_grant_without_a_key_is_said_and_takes_no_key_along(
+def test_limits_without_a_key_are_said_and_takes_no_key_along(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The operator takes a tenant's last key away and leaves its grant: the key must not live on."""
+    """The operator takes a tenant's last key away and leaves its limits: the key must not live on."""
     path, clock = tmp_path / "keys", Clock()
-    path.write_text(line("a") + line("b", tenant="u") + GRANT)
+    path.write_text(line("a") + line("b", tenant="u") + LIMITS)
     keys = KeyFile(str(path), clock)
-    path.write_text(line("b", tenant="u") + GRANT)
+    path.write_text(line("b", tenant="u") + LIMITS)
     clock.s += 1
     with caplog.at_level(logging.WARNING):
         assert (known(keys, "a"), known(keys, "b")) == (False, True)
@@ -133,7 +133,7 @@ def test_a_grant_without_a_key_is_said_and_takes_no_key_along(
 
 
 @pytest.mark.parametrize(
-    "grant",
+    "limits",
     [
         '{"tenant": "t"}',
         '{"weight": 2}',
@@ -157,9 +157,9 @@ def test_a_grant_without_a_key_is_said_and_takes_no_key_along(
         '["t", 2]',
     ],
 )
-def test_malformed_grants_are_refused(tmp_path: Path, grant: str) -> None:
+def test_malformed_limits_are_refused(tmp_path: Path, limits: str) -> None:
     path = tmp_path / "keys"
-    path.write_text(line("a") + grant + "\n")
+    path.write_text(line("a") + limits + "\n")
     with pytest.raises(CallerError) as caught:
         KeyFile(str(path))
     assert caught.value.code is ErrorCode.CONFIG_INVALID
@@ -173,7 +173,7 @@ def test_malformed_grants_are_refused(tmp_path: Path, grant: str) -> None:
         "[[keys]]\ntenant = 't'\nweight = 2",
         "[tenants]\ntenant = 't'\nweight = 2",
         "tenants = [3]",
-        "[[grants]]\ntenant = 't'\nweight = 2",
+        "[[bounds]]\ntenant = 't'\nweight = 2",
     ],
 )
 def test_malformed_tables_are_refused(tmp_path: Path, tables: str) -> None:

@@ -1,4 +1,4 @@
-"""Tenants over HTTP: what they were granted reaches each engine, and each sees why its own requests wait."""
+"""Tenants over HTTP: their limits reach each engine, and each sees why its own requests wait."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from loraplex.server import auth
 KEYS = {"operator": ("default", "admin"), "acme": ("acme", "admin"), "globex": ("globex", "user")}
 
 
-def key_file(folder: Path, *grants: dict[str, Any]) -> str:
+def key_file(folder: Path, *limits: dict[str, Any]) -> str:
     keys = [
         {"sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": tenant, "role": role}
         for key, (tenant, role) in KEYS.items()
     ]
     path = folder / "keys"
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in [*keys, *grants]))
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in [*keys, *limits]))
     return str(path)
 
 
@@ -40,7 +40,7 @@ async def complete(front: Front, key: str, request_id: str = "mine", **body: Any
     )
 
 
-def test_grants_reach_the_engine_before_a_request_does_and_once(tmp_path: Path) -> None:
+def test_limits_reach_the_engine_before_a_request_does_and_once(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
         await asyncio.gather(*(complete(front, "acme", f"r{n}") for n in range(3)))
         assert front.engine.of(SetTenants) == [SetTenants(0, (TenantLimits("acme", 3, 2),))]
@@ -66,7 +66,7 @@ def test_a_changed_file_and_a_restarted_engine_are_followed(
         front.supervisor.restarts += 1
         await complete(front, "globex")
         told = [[given.weight for given in message.tenants] for message in front.engine.of(SetTenants)]
-        assert told == [[2], [10], [10], []]  # a new engine that nothing is granted in need not hear it
+        assert told == [[2], [10], [10], []]  # a new engine without limits need not hear it
 
     run(tmp_path, test, api_key_file=key_file(tmp_path, {"tenant": "acme", "weight": 2}))
 
@@ -82,7 +82,7 @@ def test_an_engine_that_did_not_hear_is_told_again(tmp_path: Path) -> None:
     run(tmp_path, test, api_key_file=key_file(tmp_path, {"tenant": "acme", "weight": 2}))
 
 
-def test_without_grants_the_engine_hears_nothing(tmp_path: Path) -> None:
+def test_without_limits_the_engine_hears_nothing(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
         await front.complete()
         assert not front.engine.of(SetTenants)

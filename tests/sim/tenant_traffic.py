@@ -43,7 +43,7 @@ class Tenant:
     begins: int = 0
     ends: int = 1 << 30
     adapters: int = ADAPTERS
-    grant: TenantLimits | None = None
+    limits: TenantLimits | None = None
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Traffic:
         self.inbox: list[ToEngine] = [
             RegisterAdapter(0, f"a{n}", f"{n + 2:064x}", 1, ((8, 2),), (0, 1), 1000) for n in range(ADAPTERS)
         ]
-        self.inbox.append(SetTenants(0, tuple(t.grant for t in self.tenants if t.grant is not None)))
+        self.inbox.append(SetTenants(0, tuple(t.limits for t in self.tenants if t.limits is not None)))
         self.rng = Random(f"traffic {self.seed}")
         self.open: dict[str, int] = dict.fromkeys((t.name for t in self.tenants), 0)
         self.due: dict[str, int] = {}

@@ -32,7 +32,7 @@ def test_a_light_tenant_beside_a_flood_that_may_not_take_every_place() -> None:
     behind the whole flood.
     """
     alone = Traffic([LIGHT]).run(STEPS).p99_first_ns("light", WARM)
-    bounded = Tenant("flood", waiting=300, grant=TenantLimits("flood", max_running=48))
+    bounded = Tenant("flood", waiting=300, limits=TenantLimits("flood", max_running=48))
     beside = Traffic([LIGHT, bounded]).run(STEPS)
     assert len(beside.first["light"]) > 150
     assert beside.p99_first_ns("light", WARM) <= 1.5 * alone
@@ -48,7 +48,7 @@ def test_a_flood_that_may_take_every_place_makes_others_wait_for_one_alone() -> 
 
 def test_two_floods_share_by_weight() -> None:
     for weight in (1, 3):
-        both = [flood("a"), flood("b", grant=TenantLimits("b", weight=weight))]
+        both = [flood("a"), flood("b", limits=TenantLimits("b", weight=weight))]
         traffic = Traffic(both).run(250)
         ratio = traffic.served("b", 80) / traffic.served("a", 80)
         assert 0.8 * weight <= ratio <= 1.25 * weight, (weight, ratio)
@@ -70,7 +70,7 @@ def share_of_who_stayed() -> float:
 
 def weight_is_kept() -> float:
     """Part of a flood of weight 1 beside one of weight 3, twice what it should be so that one half is fair."""
-    traffic = Traffic([flood("light"), flood("heavy", grant=TenantLimits("heavy", weight=3))]).run(250)
+    traffic = Traffic([flood("light"), flood("heavy", limits=TenantLimits("heavy", weight=3))]).run(250)
     light, heavy = traffic.served("light", 80), traffic.served("heavy", 80)
     return 2 * light / (light + heavy)
 

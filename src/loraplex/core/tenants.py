@@ -1,4 +1,4 @@
-"""What an operator grants a tenant: a share of service, and how many requests it may have.
+"""What an operator gives a tenant: a share of service, and how many requests it may have.
 
 A bound says what a tenant holds at a time, never how much it may use over time: service that nobody else
 wants is everybody's.

@@ -98,7 +98,7 @@ class TenantService:
             self._shares[number] = account.limits.weight
 
     def limits_of(self, tenant: str) -> TenantLimits:
-        """What a tenant was granted."""
+        """Weight and limits of a tenant."""
         return self._limits.get(tenant, TenantLimits(tenant))
 
     def may_wait(self, tenant: str) -> bool:

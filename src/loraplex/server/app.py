@@ -24,11 +24,11 @@ from loraplex.server.exchange import Disconnected, Exchange
 from loraplex.server.generation import tokenizing
 from loraplex.server.generation.chat import chat_completions
 from loraplex.server.generation.completions import completions
-from loraplex.server.granting import Granting
 from loraplex.server.listen import AsgiApp, Receive, Send
 from loraplex.server.openapi import BODIES, openapi
 from loraplex.server.routing import Call, Handler, Site
 from loraplex.server.service import Service
+from loraplex.server.tenant_limits import TenantLimitsTold
 from loraplex.server.wire import NoFields, decode
 
 _log: Final = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def create_app(service: Service) -> AsgiApp:
     """The application over a server's parts. Reads the key file; raises `config_invalid` when it cannot be
     used.
     """
-    site = Site(service, KeyFile(service.config.api_key_file), Granting(service.client))
+    site = Site(service, KeyFile(service.config.api_key_file), TenantLimitsTold(service.client))
     service.supervisor.observe = site.metrics.engine.observe
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
@@ -163,7 +163,7 @@ async def _exchange(site: Site, exchange: Exchange) -> None:
         if not route.open:
             caller = site.keys.identify(exchange.headers("authorization"))
             if site.service.ready:
-                await site.granting.follow(site.keys.granted, site.service.supervisor.restarts)
+                await site.told.follow(site.keys.tenant_limits, site.service.supervisor.restarts)
         if (route.method, route.path) not in BODIES:
             await _no_body(exchange)
         await route.handler(Call(site, exchange, caller, facts, rest))

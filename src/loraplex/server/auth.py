@@ -1,4 +1,4 @@
-"""Who calls: API keys, their tenants and roles, and what each tenant was granted.
+"""Who calls: API keys, their tenants and roles, and the limits of each tenant.
 
 The key file holds SHA-256 digests, never keys: JSON objects one a line, or TOML with `[[keys]]`, each with
 `sha256`, `tenant` and, optionally, `role` (`user` or `admin`). An object without `sha256`, in TOML one of
@@ -80,12 +80,12 @@ class _KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyRing:
-    """Known keys. An empty ring asks nobody for a key. granted: weights and limits of tenants."""
+    """Known keys. An empty ring asks nobody for a key. tenant_limits: in the order of the file."""
 
-    def __init__(self, callers: Mapping[str, Caller], granted: Sequence[TenantLimits] = ()) -> None:
+    def __init__(self, callers: Mapping[str, Caller], tenant_limits: Sequence[TenantLimits] = ()) -> None:
         """callers: by SHA-256 of their key, in lower-case hexadecimal."""
         self._callers = dict(callers)
-        self.granted = tuple(granted)
+        self.tenant_limits = tuple(tenant_limits)
 
     @property
     def one_tenant(self) -> bool:
@@ -132,9 +132,9 @@ class KeyFile:
         return self._ring.one_tenant
 
     @property
-    def granted(self) -> tuple[TenantLimits, ...]:
+    def tenant_limits(self) -> tuple[TenantLimits, ...]:
         """Weights and limits of tenants, as of the last call that was identified."""
-        return self._ring.granted
+        return self._ring.tenant_limits
 
     def identify(self, authorization: Sequence[bytes]) -> Caller:
         """See `KeyRing.identify`."""
@@ -176,11 +176,11 @@ def read_keys(path: str | None) -> KeyRing:
     except (OSError, ValueError) as error:
         raise _invalid(f"{path} cannot be read as JSON lines or TOML: {error}") from error
     callers: dict[str, Caller] = {}
-    granted: list[TenantLimits] = []
+    tenants: list[TenantLimits] = []
     for number, value in enumerate(entries, 1):
         entry = _entry(number, value, path)
         if isinstance(entry, TenantLimits):
-            granted.append(entry)
+            tenants.append(entry)
             continue
         if not _DIGEST.fullmatch(entry.sha256) or entry.sha256 in callers:
             raise _invalid(
@@ -189,11 +189,11 @@ def read_keys(path: str | None) -> KeyRing:
         callers[entry.sha256] = Caller(entry.tenant, entry.role)
     if not callers:
         raise _invalid(f"{path} holds no key; leave --api-key-file out to serve without keys")
-    check_tenants(granted)
-    unknown = {given.tenant for given in granted} - {caller.tenant for caller in callers.values()}
+    check_tenants(tenants)
+    unknown = {given.tenant for given in tenants} - {caller.tenant for caller in callers.values()}
     if unknown:  # refusing the file would keep a key that its operator just took away
-        _log.warning("%s grants something to tenants without a key: %s", path, ", ".join(sorted(unknown)))
-    return KeyRing(callers, granted)
+        _log.warning("%s has limits of tenants without a key: %s", path, ", ".join(sorted(unknown)))
+    return KeyRing(callers, tenants)
 
 
 def _entry(number: int, value: Any, path: str) -> _KeyEntry | TenantLimits:
@@ -208,7 +208,7 @@ def _entry(number: int, value: Any, path: str) -> _KeyEntry | TenantLimits:
         raise _invalid(f"entry {number} of {path} needs a tenant of letters, digits or . _ : -")
     if entry == TenantLimits(entry.tenant):
         raise _invalid(
-            f"entry {number} of {path} is neither a key, which has sha256, nor a grant, which has weight, "
+            f"entry {number} of {path} is neither a key, which has sha256, nor a tenant's limits, weight, "
             "max_running or max_waiting"
         )
     return entry

@@ -1,4 +1,4 @@
-"""What tenants were granted reaches the engine: before the first request of an engine, and after each change of
+"""Limits of tenants reach the engine: before the first request of an engine, and after each change of
 the key file.
 
 Specification: rulings "Scheduling", "Tenants".
@@ -18,24 +18,24 @@ from loraplex.process.client import EngineClient
 _log: Final = logging.getLogger(__name__)
 
 
-class Granting:
+class TenantLimitsTold:
     """Remembers what the engine of the moment was told; an engine that starts anew knows of nothing."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._told: tuple[int, tuple[TenantLimits, ...]] = (0, ())
 
-    async def follow(self, granted: Sequence[TenantLimits], engine: int) -> None:
+    async def follow(self, tenants: Sequence[TenantLimits], engine: int) -> None:
         """Tell the engine unless it knows. engine: its number, counted from 0.
 
         Messages reach the engine in order, so that whoever comes meanwhile need not wait for the answer.
         """
         before = self._told if self._told[0] == engine else (engine, ())
-        self._told = (engine, tuple(granted))
+        self._told = (engine, tuple(tenants))
         if self._told == before:
             return
         try:
             await self._client.call(SetTenants(0, self._told[1]))
         except LoraplexError as error:
             self._told = before
-            _log.error("the engine was not told what tenants are granted: %s", error.message)
+            _log.error("the engine was not told the limits of tenants: %s", error.message)
