@@ -211,7 +211,9 @@ def test_the_rules_see_planted_faults() -> None:
     }
     named = "`tests/test_docs.py::sections`, `tests/test_docs.py::moods`, `tests/moods.py::a`"
     assert missing_tests(f"{named}, `tests/sim/test_mutants.py::test_a_checker_sees_it[moody]`") == {
-        "tests/test_docs.py::moods[]", "tests/moods.py::a[]", "tests/sim/test_mutants.py::test_a_checker_sees_it[moody]",
+        "tests/test_docs.py::moods[]",
+        "tests/moods.py::a[]",
+        "tests/sim/test_mutants.py::test_a_checker_sees_it[moody]",
     }  # fmt: skip
     links = "[a](terms.md#pages), [b](terms.md#moods), [c](mood.md), [d](https://example.org/x)"
     assert broken_links(DOCS / "rulings.md", links) == {"terms.md#moods", "mood.md"}

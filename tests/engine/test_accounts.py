@@ -1,5 +1,5 @@
-"""Service in the running engine: debited at commits, each token once, to the tenant; limits; who starves; what
-holds a request back.
+"""Service in the running engine: debited at commits, each token once, to the tenant; limits; who starves;
+what holds a request back.
 """
 
 from __future__ import annotations

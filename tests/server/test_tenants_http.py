@@ -91,11 +91,14 @@ def test_without_limits_the_engine_hears_nothing(tmp_path: Path) -> None:
 
 
 def sample(name: str, **changes: Any) -> dict[str, Any]:
+    adapter = {
+        "key": "k", "state": "loading", "residency": "loading", "on_host": True, "failures": 1, "leases": 9,
+    }  # fmt: skip
     return {
-        "request_id": name, "tenant": "acme", "stage": "waiting", "held_by": "ready", "reason": "adapter_loading",
-        "held_ns": 1_500_000_000, "age_ns": 2_000_000_000, "priority": 0, "prompt_tokens": 5, "output_tokens": 0,
-        "admissions": 0, "load_failures": 1,
-        "adapter": {"key": "k", "state": "loading", "residency": "loading", "on_host": True, "failures": 1, "leases": 9},
+        "request_id": name, "tenant": "acme", "stage": "waiting",
+        "held_by": "ready", "reason": "adapter_loading", "held_ns": 1_500_000_000, "age_ns": 2_000_000_000,
+        "priority": 0, "prompt_tokens": 5, "output_tokens": 0, "admissions": 0, "load_failures": 1,
+        "adapter": adapter,
         **changes,
     }  # fmt: skip
 

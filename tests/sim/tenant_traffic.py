@@ -32,7 +32,8 @@ ADAPTERS = 2_000
 @dataclass(frozen=True)
 class Tenant:
     """waiting: requests that it keeps unanswered; a flood has many. every_ns: instead, the mean time between
-    its arrivals. outputs: on average. begins, ends: steps between which it asks. adapters: how many of all it uses, by Zipf's law.
+    its arrivals. outputs: on average. begins, ends: steps between which it asks. adapters: how many of all it
+    uses, by Zipf's law.
     """
 
     name: str

@@ -1,5 +1,5 @@
-"""Shares of tenants on virtual time, 2,000 adapters by Zipf's law: a flood beside a light tenant, beside another
-flood, and alone again. Each rule of the accounts is broken in turn, and its share is lost.
+"""Shares of tenants on virtual time, 2,000 adapters by Zipf's law: a flood beside a light tenant, beside
+another flood, and alone again. Each rule of the accounts is broken in turn, and its share is lost.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def share_of_who_stayed() -> float:
 
 
 def weight_is_kept() -> float:
-    """Part of a flood of weight 1 beside one of weight 3, twice what it should be so that one half is fair."""
+    """Part of a flood of weight 1 beside one of weight 3, twice what it should be so that one half
+    is fair.
+    """
     traffic = Traffic([flood("light"), flood("heavy", limits=TenantLimits("heavy", weight=3))]).run(250)
     light, heavy = traffic.served("light", 80), traffic.served("heavy", 80)
     return 2 * light / (light + heavy)

@@ -47,7 +47,7 @@ def check_tenants(tenants: Sequence[TenantLimits]) -> None:
             if value is not None and not 1 <= value <= most:
                 raise _invalid(
                     name,
-                    f"{name} of tenant {given.tenant[:80]!r} must be an integer from 1 to {most}, got {value}",
+                    f"{name} of tenant {given.tenant[:80]!r} must lie in 1 to {most}, got {value}",
                 )
 
 

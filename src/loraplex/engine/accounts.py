@@ -1,9 +1,9 @@
 """What tenants' accounts and clocks hear of requests, adapters and commits.
 
-Each request is counted where it is: waiting, or in a place of its own from its admission until nothing of it is
-in flight. Service is debited once a plan's rows are committed, before their tokens end anybody: to requests
-that are live and whose logits were finite, for positions of the prompt that were not debited before, and for
-each token that is sent.
+Each request is counted where it is: waiting, or in a place of its own from its admission until nothing of it
+is in flight. Service is debited once a plan's rows are committed, before their tokens end anybody: to
+requests that are live and whose logits were finite, for positions of the prompt that were not debited before,
+and for each token that is sent.
 
 Specification: 0x09H, 0x09K (completed_service_debited); rulings "Scheduling".
 """

@@ -1,7 +1,7 @@
 """Why a live request does not run: which predicate holds it back, for what reason, since when.
 
-Read from state when somebody asks; only what a look at the queue's head alone can tell is noted there. Decides
-nothing.
+Read from state when somebody asks; only what a look at the queue's head alone can tell is noted there.
+Decides nothing.
 
 Specification: 0x09B (predicates); interface "HTTP" (`GET /v1/requests/{x-request-id}`).
 """

@@ -40,8 +40,8 @@ class RunningTable:
     the cached block whose page an entry names, 0 for a page of the request's own. invoked: position from
     which on the adapter acts, 0 for one that is always on. scored: prompt positions whose log probabilities
     were delivered. tenant: number of the account to which its service goes. served: positions of the prompt
-    that were debited. masked: each token needs a mask from the host that depends on the token before it; such a
-    slot takes no row while a token of it is not committed, at any depth.
+    that were debited. masked: each token needs a mask from the host that depends on the token before it; such
+    a slot takes no row while a token of it is not committed, at any depth.
     """
 
     def __init__(self, max_requests: int, max_pages: int, max_tokens: int) -> None:

@@ -1,5 +1,5 @@
-"""Two kinds of starvation, each with its clock: a tenant that could run and completes nothing, an adapter that
-is waited for and never published.
+"""Two kinds of starvation, each with its clock: a tenant that could run and completes nothing, an adapter
+that is waited for and never published.
 
 A tenant can run while a live request of it has its adapter, or needs none; its clock starts with the first of
 them and again with each completion. An adapter is waited for while a live request leased it and it is not

@@ -163,7 +163,7 @@ class TenantService:
         return number
 
     def _floor(self) -> float:
-        """The least virtual service of those who have requests; where nobody has, that of the last who had."""
+        """The least virtual service of those who have requests, or of the last who had some."""
         if self._active.any():
             self._level = max(self._level, float(self._virtual[self._active].min()))
         return self._level
@@ -252,14 +252,16 @@ class TenantService:
         }
 
     def check(self, waiting: dict[str, int], running: dict[str, int]) -> None:
-        """Raise `service_ledger` unless accounts and projection add up. waiting, running: requests by tenant."""
+        """Raise `service_ledger` unless accounts and projection add up. waiting, running: requests
+        by tenant.
+        """
         for tenant, number in self._numbers.items():
             account = self._accounts[number]
             if (account.waiting, account.running) != (waiting.get(tenant, 0), running.get(tenant, 0)):
                 raise InternalFault(
                     ErrorCode.SERVICE_LEDGER,
-                    f"of tenant {tenant[:80]!r} {account.waiting} requests are counted as waiting and "
-                    f"{account.running} as running, {waiting.get(tenant, 0)} and {running.get(tenant, 0)} are",
+                    f"tenant {tenant[:80]!r} has {waiting.get(tenant, 0)} requests that wait and "
+                    f"{running.get(tenant, 0)} that run, {account.waiting} and {account.running} are counted",
                 )
         if (self._tokens.sum(axis=0) != self._by_bucket.sum(axis=0)).any():
             raise InternalFault(

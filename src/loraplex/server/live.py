@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveRequest:
-    """One that was sent to the engine. model: what its name was resolved to. samples: the engine's id of each,
-    in the order of its choices.
+    """One that was sent to the engine. model: what its name was resolved to. samples: the engine's id of
+    each, in the order of its choices.
     """
 
     request_id: str

@@ -95,8 +95,8 @@ class ServiceBooks:
                 pass
 
     def _expected(self, step: int) -> tuple[Counter[tuple[str, int]], Counter[tuple[str, int]]]:
-        """(name, kind) -> tokens that a plan completed, by tenant and by bucket; kind 0 is computed, 1 cached, 2
-        output.
+        """(name, kind) -> tokens that a plan completed, by tenant and by bucket; kind 0 is computed, 1
+        cached, 2 output.
         """
         tenants: Counter[tuple[str, int]] = Counter()
         buckets: Counter[tuple[str, int]] = Counter()

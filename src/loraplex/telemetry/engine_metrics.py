@@ -116,14 +116,8 @@ class EngineMetrics:
                 self._discarded.labels(event.code).inc()
             case StepFailed():
                 self._failed.labels(event.code).inc()
-            case ServiceDebited():
-                for bucket, *counts in event.buckets:
-                    for kind, count in zip(SERVICE_KINDS, counts, strict=True):
-                        self._service.labels(bucket, kind).inc(count)
-            case TenantStarved():
-                self._starved.labels("tenant").inc()
-            case LoadStarved():
-                self._starved.labels("load").inc()
+            case ServiceDebited() | TenantStarved() | LoadStarved():
+                self._note_service(event)
             case AdapterTransition():
                 self._transitions.labels(event.before, event.after).inc()
             case PrefixMatched() | PrefixPublished() | PrefixGivenUp():
@@ -140,6 +134,17 @@ class EngineMetrics:
                 self._note_residency(event)
             case FirstToken() | RequestQueued():
                 pass  # a first token is timed where its client sees it; a request is counted when it ends
+
+    def _note_service(self, event: ServiceDebited | TenantStarved | LoadStarved) -> None:
+        match event:
+            case ServiceDebited():
+                for bucket, *counts in event.buckets:
+                    for kind, count in zip(SERVICE_KINDS, counts, strict=True):
+                        self._service.labels(bucket, kind).inc(count)
+            case TenantStarved():
+                self._starved.labels("tenant").inc()
+            case LoadStarved():
+                self._starved.labels("load").inc()
 
     def _note_residency(
         self,
