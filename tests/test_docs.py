@@ -33,6 +33,7 @@ QUOTED = re.compile(rf'\b({"|".join(CITED_PAGES)}) ("[^"]+"(?:, "[^"]+")*)')
 SECTION = re.compile(r"^##+ (0x.*)$", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)")
+NAMED_TEST = re.compile(r"`(tests/[\w./]+)::(\w+)(?:\[(\w+)\])?`")
 PATH = re.compile(r"`([\w./-]+(?:\.(?:py|cpp|h|md)|/))`")
 
 
@@ -95,6 +96,17 @@ def missing_paths(text: str, library: Path) -> set[str]:
         for path in PATH.findall(text)
         if not ((library / path).exists() or (ROOT / path).exists() or ("/" not in path and path in names))
     }
+
+
+def missing_tests(text: str) -> set[str]:
+    """Back-quoted `path::test[case]` of which there is no such function, or no such case."""
+    missing = set()
+    for path, name, case in NAMED_TEST.findall(text):
+        source = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
+        cases = source + (ROOT / "tests" / "sim" / "mutants.py").read_text(encoding="utf-8")
+        if f"def {name}(" not in source or (case and not re.search(rf"\b{case}\b", cases)):
+            missing.add(f"{path}::{name}[{case}]")
+    return missing
 
 
 def broken_links(page: Path, text: str) -> set[str]:
@@ -162,6 +174,11 @@ def test_every_module_that_a_page_names_is_there(page: Path) -> None:
     assert not missing_paths(page.read_text(encoding="utf-8"), LIBRARY)
 
 
+@pytest.mark.parametrize("page", CHAPTERS, ids=lambda page: page.name)
+def test_every_test_that_the_specification_names_is_there(page: Path) -> None:
+    assert not missing_tests(page.read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     assert not broken_links(page, page.read_text(encoding="utf-8"))
@@ -192,5 +209,11 @@ def test_the_rules_see_planted_faults() -> None:
         "plans.py",
         "cores/",
     }
+    named = "`tests/test_docs.py::sections`, `tests/test_docs.py::moods`, `tests/moods.py::a`"
+    assert missing_tests(f"{named}, `tests/sim/test_mutants.py::test_a_checker_sees_it[moody]`") == {
+        "tests/test_docs.py::moods[]",
+        "tests/moods.py::a[]",
+        "tests/sim/test_mutants.py::test_a_checker_sees_it[moody]",
+    }  # fmt: skip
     links = "[a](terms.md#pages), [b](terms.md#moods), [c](mood.md), [d](https://example.org/x)"
     assert broken_links(DOCS / "rulings.md", links) == {"terms.md#moods", "mood.md"}

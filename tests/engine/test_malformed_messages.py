@@ -25,9 +25,11 @@ from loraplex.core.messages import (
     RemoveAdapter,
     RevokeAdapter,
     SetLimits,
+    SetTenants,
     Submit,
 )
 from loraplex.core.plan import BatchPlan, PageDeltaColumns, StepResult
+from loraplex.core.tenants import TenantLimits
 from loraplex.engine.launch import make_flight, validate_launch
 from loraplex.schedule.select import select_rows
 
@@ -81,6 +83,10 @@ CALLS: list[tuple[Any, str]] = [
     *[(SetLimits(900, **{name: bad}), "config_invalid")
       for name, bads in (("adapter_pages", (-1, 33)), ("resident_adapters", (-1, 8)), ("host_bytes", (-1,)))
       for bad in bads],
+    *[(SetTenants(900, (TenantLimits("t", **{name: bad}),)), "config_invalid")
+      for name in ("weight", "max_running", "max_waiting") for bad in (0, -1, 1 << 40)],
+    (SetTenants(900, (TenantLimits(""),)), "config_invalid"),
+    (SetTenants(900, (TenantLimits("t", 2), TenantLimits("t", 3))), "config_invalid"),
 ]  # fmt: skip
 
 

@@ -221,6 +221,8 @@ class EchoEngine:
             "pages": {"total": 64, "free": 63, "reserved": 0, "adapter": 0, "kv": 0, "page_bytes": 4096},
             "slabs": {"free_bytes": 0, "reserved_bytes": 0, "owned_bytes": 0, "tail_bytes": 0},
             "requests": {"running": len(self.running), "waiting": 0, "live": len(self.running)},
+            "asked": [],
+            "tenants": {},
             "steps": {"launched": 0, "committed": 0},
             "preemptions": 0,
             "pins": {"adapters": 0, "pages": 0},

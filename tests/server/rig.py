@@ -164,6 +164,8 @@ class FakeEngine:
                 "resident_adapters_over": 0,
                 "host_bytes_over": 0,
             },
+            "asked": [],
+            "tenants": {name: {"weight": 1} for name in dict.fromkeys(s.tenant for s in self.of(Submit))},
             "steps": {"launched": 1, "committed": 1},
             "preemptions": 0,
             "pins": {"adapters": 0, "pages": 0},

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.tenants import TenantLimits
 from loraplex.server.auth import KeyFile
 
 
@@ -87,4 +88,98 @@ def test_without_a_file_nobody_is_asked() -> None:
 def test_a_file_that_is_wrong_at_the_start_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CallerError) as caught:
         KeyFile(str(tmp_path / "missing"))
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+
+
+LIMITS = '{"tenant": "t", "weight": 2, "max_running": 8, "max_waiting": 100}\n'
+
+
+def test_limits_come_and_go_with_their_lines(tmp_path: Path) -> None:
+    path, clock = tmp_path / "keys", Clock()
+    path.write_text(line("a") + LIMITS)
+    keys = KeyFile(str(path), clock)
+    assert keys.tenant_limits == (TenantLimits("t", 2, 8, 100),)
+    path.write_text(line("a") + '{"tenant": "t", "max_running": 1}\n')
+    clock.s += 1
+    assert known(keys, "a")
+    assert keys.tenant_limits == (TenantLimits("t", 1, 1),)
+    path.write_text(line("a") + LIMITS.replace("2", "0"))
+    clock.s += 1
+    assert known(keys, "a")
+    assert keys.tenant_limits == (TenantLimits("t", 1, 1),)  # a file that is refused changes nothing
+
+
+def test_limits_stand_in_tables_of_toml_too(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    digest = hashlib.sha256(b"a").hexdigest()
+    path.write_text(
+        f"[[keys]]\nsha256 = '{digest}'\ntenant = 't'\n[[tenants]]\ntenant = 't'\nmax_waiting = 5\n"
+    )
+    assert KeyFile(str(path)).tenant_limits == (TenantLimits("t", max_waiting=5),)
+
+
+def test_limits_without_a_key_are_said_and_takes_no_key_along(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The operator takes a tenant's last key away and leaves its limits: the key must not live on."""
+    path, clock = tmp_path / "keys", Clock()
+    path.write_text(line("a") + line("b", tenant="u") + LIMITS)
+    keys = KeyFile(str(path), clock)
+    path.write_text(line("b", tenant="u") + LIMITS)
+    clock.s += 1
+    with caplog.at_level(logging.WARNING):
+        assert (known(keys, "a"), known(keys, "b")) == (False, True)
+    assert "tenants without a key: t" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        '{"tenant": "t"}',
+        '{"weight": 2}',
+        '{"tenant": "", "weight": 2}',
+        '{"tenant": "a/b", "weight": 2}',
+        '{"tenant": 1, "weight": 2}',
+        '{"tenant": "t", "weight": 1.5}',
+        '{"tenant": "t", "weight": "2"}',
+        '{"tenant": "t", "weight": true}',
+        '{"tenant": "t", "weight": 0}',
+        '{"tenant": "t", "weight": null}',
+        '{"tenant": "t", "max_running": 0}',
+        '{"tenant": "t", "max_running": -1}',
+        '{"tenant": "t", "max_running": 8193}',
+        '{"tenant": "t", "max_waiting": 0}',
+        '{"tenant": "t", "max_waiting": 1e3}',
+        '{"tenant": "t", "max_waiting": 100000000000000000000}',
+        '{"tenant": "t", "weight": 2, "role": "admin"}',
+        '{"tenant": "t", "quota": 3}',
+        '{"tenant": "t", "weight": 2}\n{"tenant": "t", "weight": 3}',
+        '["t", 2]',
+    ],
+)
+def test_malformed_limits_are_refused(tmp_path: Path, limits: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(line("a") + limits + "\n")
+    with pytest.raises(CallerError) as caught:
+        KeyFile(str(path))
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        "[[tenants]]\ntenant = 't'",
+        "[[tenants]]\ntenant = 't'\nweight = 0",
+        "[[keys]]\ntenant = 't'\nweight = 2",
+        "[tenants]\ntenant = 't'\nweight = 2",
+        "tenants = [3]",
+        "[[bounds]]\ntenant = 't'\nweight = 2",
+    ],
+)
+def test_malformed_tables_are_refused(tmp_path: Path, tables: str) -> None:
+    path = tmp_path / "keys"
+    digest = hashlib.sha256(b"a").hexdigest()
+    path.write_text(f"[[keys]]\nsha256 = '{digest}'\ntenant = 't'\n{tables}\n")
+    with pytest.raises(CallerError) as caught:
+        KeyFile(str(path))
     assert caught.value.code is ErrorCode.CONFIG_INVALID

@@ -97,7 +97,14 @@ def test_a_tenant_sees_its_own_pins_and_requests_of_what_it_shares(tmp_path: Pat
             assert (entry["state"], entry["leases"], entry["pinned"]) == ("idle", 0, False)
             assert not {"pins", "slot_leases", "slot"} & set(entry)
             assert residency["requests"] == {"live": 0}
-            assert set(residency) == {"pages", "limits", "requests", "adapters", "catalog_generation"}
+            assert set(residency) == {
+                "pages",
+                "limits",
+                "requests",
+                "tenants",
+                "adapters",
+                "catalog_generation",
+            }
             assert (await get("globex", "/v1/residency"))["requests"] == {"live": 1}
             (entry,) = (await get("operator", "/v1/residency"))["adapters"]
             assert (entry["state"], entry["leases"], entry["pinned"]) == ("active", 3, True)

@@ -48,6 +48,7 @@ BODILESS = [
     ("POST", "/v1/adapters/a/revoke"), ("DELETE", "/v1/adapters/a"), ("GET", "/v1/adapters/a"),
     ("GET", "/v1/adapters"),
     ("GET", "/v1/models"), ("GET", "/v1/models/a"), ("GET", "/v1/residency"), ("GET", "/v1/limits"),
+    ("GET", "/v1/requests/r"),
     ("GET", "/v1/requests/r/provenance"), ("GET", "/health"), ("GET", "/ready"), ("GET", "/metrics"),
     ("GET", "/openapi.json"), ("OPTIONS", "/v1/adapters/a"), ("GET", "/ping"), ("POST", "/ping"),
     ("GET", "/load"),

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loraplex.engine import admission, commit, endings, growth, integrity, launch, prefixes
+from loraplex.engine import accounts, admission, commit, endings, growth, integrity, launch, prefixes
 from loraplex.engine.deltas import PendingDeltas
+from loraplex.engine.request_state import Stage
 from loraplex.engine.residency import load_failures, loads, transitions
 from loraplex.engine.state import EngineState
 from loraplex.identity import cache
@@ -28,6 +29,7 @@ from loraplex.memory.slabs import Block, Slabs
 from loraplex.memory.transaction import Transaction
 from loraplex.schedule.queue import WaitingQueue
 from loraplex.schedule.running import RunningTable
+from loraplex.schedule.tenant_service import TenantService
 from loraplex.sim import clients
 
 Patch = pytest.MonkeyPatch
@@ -627,3 +629,92 @@ def a_receipt_changes(patch: Patch) -> None:
                 object.__setattr__(other.prefix.receipt, "covered", 0)
 
     patch.setattr(prefixes, "bind", bind)
+
+
+# ---------------------------------------------------------------- service of tenants
+
+
+@mutant("service")
+def what_is_computed_again_is_debited_again(patch: Patch) -> None:
+    real = accounts.requeue
+
+    def requeue(state: EngineState, record: Any) -> None:
+        record.served = 0
+        real(state, record)
+
+    patch.setattr(accounts, "requeue", requeue)
+
+
+def _debit(change: Callable[[list[Any]], list[Any]]) -> Callable[[Patch], None]:
+    """Accounts are told of other tokens. change: of (tenants, buckets, computed, cached, outputs)."""
+
+    def apply(patch: Patch) -> None:
+        real = TenantService.debit
+        patch.setattr(TenantService, "debit", lambda service, *columns: real(service, *change(list(columns))))
+
+    return apply
+
+
+@mutant("service")
+def an_output_token_counts_twice(patch: Patch) -> None:
+    _debit(lambda columns: [*columns[:4], 2 * columns[4]])(patch)
+
+
+@mutant("service", cached=True)
+def cached_tokens_are_free(patch: Patch) -> None:
+    _debit(lambda columns: [*columns[:3], 0 * columns[3], columns[4]])(patch)
+
+
+@mutant("service", cached=True)
+def cached_tokens_count_as_computed(patch: Patch) -> None:
+    _debit(lambda columns: [*columns[:2], columns[2] + columns[3], 0 * columns[3], columns[4]])(patch)
+
+
+@mutant("service", cached=True)
+def one_tenant_pays_for_all(patch: Patch) -> None:
+    _debit(lambda columns: [0 * columns[0], *columns[1:]])(patch)
+
+
+@mutant("service")
+def an_adapters_work_counts_as_the_bases(patch: Patch) -> None:
+    _debit(lambda columns: [columns[0], 0 * columns[1], *columns[2:]])(patch)
+
+
+@mutant("service")
+def tokens_that_come_late_are_debited(patch: Patch) -> None:
+    real = accounts.debit
+
+    def debit(state: EngineState, plan: Any, faulty: set[int]) -> None:
+        ended = [r for r in state.by_slot.values() if r.stage is Stage.ENDED]
+        for record in ended:
+            record.stage = Stage.RUNNING
+        real(state, plan, faulty)
+        for record in ended:
+            record.stage = Stage.ENDED
+
+    patch.setattr(accounts, "debit", debit)
+
+
+@mutant("service", kinds=("not_finite",))
+def rows_that_are_not_finite_are_debited(patch: Patch) -> None:
+    real = accounts.debit
+    patch.setattr(accounts, "debit", lambda state, plan, faulty: real(state, plan, set()))
+
+
+@mutant("service", kinds=("failed_step",))
+def service_is_debited_when_it_is_planned(patch: Patch) -> None:
+    real_launch, real_debit = launch.launch, accounts.debit
+
+    def early(state: EngineState, backend: Any, flight: Any) -> bool:
+        launched = real_launch(state, backend, flight)
+        if launched:
+            real_debit(state, flight.plan, set())
+        return launched
+
+    patch.setattr(launch, "launch", early)
+    patch.setattr(accounts, "debit", nothing)
+
+
+@mutant("service")
+def a_debit_is_not_told(patch: Patch) -> None:
+    patch.setattr(accounts, "debit", nothing)

@@ -15,6 +15,7 @@ from loraplex.core.events import (
     PrefixPublished,
     RequestAdmitted,
     RequestPreempted,
+    ServiceDebited,
     StepFailed,
 )
 from loraplex.engine.inspect import inspect_engine
@@ -53,6 +54,11 @@ def test_figures_follow_the_events_of_a_session_with_preemption_and_a_failed_ste
     assert value("iteration_adapters_sum") == sum(e.distinct_adapters for e in iterations) > 0
     assert value("adapter_runs_total", order="arrived") == sum(e.runs_before for e in iterations)
     assert value("adapter_runs_total", order="planned") == sum(e.runs for e in iterations)
+    debits = [row for e in events if isinstance(e, ServiceDebited) for row in e.buckets]
+    for at, kind in enumerate(("computed", "cached", "output"), 1):
+        for bucket in ("base", "<=8"):
+            told = value("service_tokens_total", rank_bucket=bucket, kind=kind)
+            assert told == sum(row[at] for row in debits if row[0] == bucket)
     assert value("preempted_tokens_total") == sum(e.computed_tokens for e in preempted)
     assert value("queue_seconds_count") == sum(e.again == 0 for e in admitted) < len(admitted)
     ended = {reason: value("engine_requests_ended_total", reason=reason) for reason in ("length", "stop")}

@@ -85,6 +85,7 @@ class ErrorCode(StrEnum):
     ADAPTER_REVOKED = "adapter_revoked"
     # Capacity
     QUEUE_FULL = "queue_full"
+    TENANT_QUEUE_FULL = "tenant_queue_full"
     POOL_EXHAUSTED = "pool_exhausted"
     ADAPTER_SLOTS_EXHAUSTED = "adapter_slots_exhausted"
     HOST_MEMORY_EXHAUSTED = "host_memory_exhausted"
@@ -138,6 +139,8 @@ class ErrorCode(StrEnum):
     SNAPSHOT_SHAPE = "snapshot_shape"
     SNAPSHOT_GENERATION = "snapshot_generation"
     SNAPSHOT_RESIDENCY = "snapshot_residency"
+    # Ours: service
+    SERVICE_LEDGER = "service_ledger"
     # Ours: execution
     NUMERIC_FAULT = "numeric_fault"
     BACKEND_FAILED = "backend_failed"
@@ -226,6 +229,9 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.REQUEST_NOT_FOUND: _caller(404, "the request was served here and its record is still kept"),
     _E.ADAPTER_REVOKED: _caller(410, "nothing runs or registers a revision that was revoked"),
     _E.QUEUE_FULL: _capacity(429, "waiting requests stay under the queue limit"),
+    _E.TENANT_QUEUE_FULL: _capacity(
+        429, "a tenant's waiting requests stay under the limit that it was given"
+    ),
     _E.POOL_EXHAUSTED: _capacity(429, "the page pool can be made to hold what the call needs"),
     _E.ADAPTER_SLOTS_EXHAUSTED: _capacity(429, "resident adapters stay under the slot limit"),
     _E.HOST_MEMORY_EXHAUSTED: _capacity(429, "host images of adapters stay under the host limit"),
@@ -278,6 +284,9 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
         "generations of a scheduler's snapshot begin at 1 and belong to an adapter"
     ),
     _E.SNAPSHOT_RESIDENCY: _ours("what a scheduler's snapshot calls published is resident or retiring"),
+    _E.SERVICE_LEDGER: _ours(
+        "completed work is debited once, to its tenant, and a request waits or runs and is counted so"
+    ),
     _E.NUMERIC_FAULT: _ours("logits are finite"),
     _E.BACKEND_FAILED: _ours("a launched step returns a result"),
     _E.ENGINE_DIED: _capacity(503, "the engine process survives its requests"),

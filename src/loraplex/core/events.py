@@ -109,6 +109,33 @@ class IterationCompleted(Event, frozen=True):
     waiting: int
 
 
+class ServiceDebited(Event, frozen=True):
+    """A commit completed work. tenants: (tenant, computed prompt tokens, cached ones, output tokens) of those
+    who got some; buckets: the same work by rank bucket of the adapter that acted. Rows of a plan that are
+    recomputed, failed, or of a request that had ended, are in neither.
+    """
+
+    step: int
+    tenants: tuple[tuple[str, int, int, int], ...]
+    buckets: tuple[tuple[str, int, int, int], ...]
+
+
+class TenantStarved(Event, frozen=True):
+    """A tenant could have run all the while and nothing of it was completed. requests: those that could."""
+
+    tenant: str
+    waited_ns: int
+    requests: int
+
+
+class LoadStarved(Event, frozen=True):
+    """Requests wait for an adapter and it was not published all the while. requests: those that wait."""
+
+    adapter: str
+    waited_ns: int
+    requests: int
+
+
 class PlanDiscarded(Event, frozen=True):
     """Launch validation refused a plan; it was rolled back and will be rebuilt."""
 
@@ -215,6 +242,9 @@ AnyEvent = (
     | FirstToken
     | RequestFinished
     | IterationCompleted
+    | ServiceDebited
+    | TenantStarved
+    | LoadStarved
     | PlanDiscarded
     | StepFailed
     | AdapterTransition

@@ -127,6 +127,13 @@ MIXED_ROWS_MULTIPLE_CUDA: Final = 128
 """Rows of a tile of the GEMMs."""
 GROWTH_HORIZON_TOKENS: Final = 64
 MAX_WAITING_REQUESTS: Final = 8192
+MAX_TENANTS: Final = 10_000
+"""Tenants whose limits stand in a key file."""
+MAX_TENANT_WEIGHT: Final = 1_000
+SERVICE_STARVED_NS: Final = 30_000_000_000
+"""How long a tenant with a request that could run may complete nothing before an event says so."""
+LOAD_STARVED_NS: Final = 60_000_000_000
+"""How long a request may wait for an adapter that is not published before an event says so."""
 
 # Transport
 PAUSE_MS: Final = 2

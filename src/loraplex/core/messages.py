@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from loraplex.core.tenants import TenantLimits
+
 
 class EngineSampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The part of the sampling parameters that the engine executes; stop strings and `n` stay with the
@@ -170,14 +172,26 @@ class SetLimits(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
     host_bytes: int | None = None
 
 
+class SetTenants(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Weights and limits of tenants, in place of all that were set before; whoever is not named has none.
+
+    What waits or runs beyond a lowered limit goes on.
+    """
+
+    call_id: int
+    tenants: tuple[TenantLimits, ...]
+
+
 class Inspect(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Ask for the engine's figures (pages, requests, residency of adapters). Answered by one `Reply`.
 
-    keys: the adapters that are asked about, None for all.
+    keys: the adapters that are asked about, None for all. requests: ids of live requests that are asked
+    about.
     """
 
     call_id: int
     keys: tuple[str, ...] | None = None
+    requests: tuple[str, ...] = ()
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -257,6 +271,7 @@ EngineCall = (
     | PinAdapter
     | RevokeAdapter
     | SetLimits
+    | SetTenants
     | Inspect
 )
 """What is answered by one `Reply`."""

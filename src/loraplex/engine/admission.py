@@ -20,7 +20,7 @@ from typing import Final
 
 from loraplex.core.errors import CapacityError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.events import RequestAdmitted
-from loraplex.engine import candidates, constraints, endings, prefixes, snapshots
+from loraplex.engine import candidates, constraints, endings, holds, prefixes, snapshots
 from loraplex.engine.request_state import LoadJob, Purpose, RequestRecord, Stage
 from loraplex.engine.residency import hosting, loads, room, transitions, victims
 from loraplex.engine.state import NO_BOUND, EngineState
@@ -45,6 +45,13 @@ class Outcome(StrEnum):
     GONE = "gone"
 
 
+_HOLDS: Final = {
+    Outcome.SKIPPED: holds.Reason.PAGES,
+    Outcome.EARLY: holds.Reason.GRAMMAR,
+    Outcome.PARKED: holds.Reason.BLOCKS,
+}
+
+
 @dataclass(slots=True)
 class _Pass:
     """One look at the queue. seen: requests that it looked at and that may still be overtaken. tries: how
@@ -61,7 +68,9 @@ def admit(state: EngineState) -> None:
 
     Where nobody found room the last time, nobody is asked before something of it changed or somebody came.
     """
-    if not _places(state):
+    free = _places(state)
+    holds.note_places(state, free)
+    if free <= 0:
         return
     state.offers += 1
     visible = (*state.room, state.queue.pushes)
@@ -101,6 +110,8 @@ def _admit_window(state: EngineState, window: Sequence[RequestRecord], look: _Pa
             return False
         known = record.found_no_room == state.room
         outcome = Outcome.SKIPPED if known else _try(state, record)
+        if outcome in _HOLDS:
+            holds.note(state, record, _HOLDS[outcome])
         if outcome is Outcome.SKIPPED:
             record.found_no_room = state.room
             look.tries -= not known
@@ -198,6 +209,7 @@ def _take(
     if record.transaction is None:
         prefixes.release(state, record)
         return Outcome.SKIPPED
+    state.service.start(record.tenant, state.clock.now_ns())
     if record.entry is None or record.entry.resident:
         bind(state, record)
     return Outcome.ADMITTED
@@ -277,6 +289,7 @@ def bind(state: EngineState, record: RequestRecord) -> None:
     table.logprobs[slot] = sampling.logprobs
     table.prompt_logprobs[slot] = sampling.prompt_logprobs
     table.scored[slot] = record.scored
+    table.tenant[slot], table.served[slot] = record.account, record.served
     _hold(state, record, slot)
     table.invoked[slot] = max(record.invoked_at, 0)
     record.slot, record.stage = slot, Stage.RUNNING

@@ -14,7 +14,7 @@ from loraplex.core.messages import TokenBinding, TokenLogprobs, Tokens
 from loraplex.core.packed import I32, bits_float, each
 from loraplex.core.plan import BatchPlan, StepResult
 from loraplex.core.request import FinishReason
-from loraplex.engine import admission, constraints, endings, growth, prefixes
+from loraplex.engine import accounts, admission, constraints, endings, growth, prefixes
 from loraplex.engine.request_state import RequestRecord, Stage
 from loraplex.engine.residency import loads
 from loraplex.engine.state import EngineState, Flight
@@ -47,6 +47,7 @@ def apply_result(state: EngineState, flight: Flight, result: StepResult) -> None
     )
     for record, fault in wrong:
         endings.end(state, record, error=fault)
+    accounts.debit(state, plan, faulty)
     _commit_tokens(state, flight, result, faulty, scored)
     for slot in faulty:
         record = state.by_slot[slot]

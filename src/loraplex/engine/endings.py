@@ -11,7 +11,7 @@ from __future__ import annotations
 from loraplex.core.errors import LoraplexError
 from loraplex.core.events import RequestFinished
 from loraplex.core.messages import Ended
-from loraplex.engine import prefixes
+from loraplex.engine import accounts, prefixes
 from loraplex.engine.request_state import RequestRecord, Stage
 from loraplex.engine.residency import transitions
 from loraplex.engine.state import EngineState
@@ -58,6 +58,7 @@ def end(
         record.transaction.release_kv(state.newest_launch)
         record.transaction = None
         prefixes.release(state, record)
+    accounts.closed(state, record, was)
     settle(state, record)
 
 
@@ -67,6 +68,7 @@ def settle(state: EngineState, record: RequestRecord) -> None:
         if state.table.inflight[record.slot]:
             return
         release_slot(state, record)
+        state.service.end_running(record.tenant)
     if record.revision is not None and record.revision.open:
         record.revision.release()
 

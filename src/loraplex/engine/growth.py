@@ -13,7 +13,7 @@ import numpy as np
 
 from loraplex.core.events import RequestPreempted
 from loraplex.core.packed import I32
-from loraplex.engine import endings, urgency
+from loraplex.engine import accounts, endings, urgency
 from loraplex.engine.request_state import RequestRecord, Stage
 from loraplex.engine.residency import room
 from loraplex.engine.state import EngineState
@@ -95,6 +95,7 @@ def preempt(state: EngineState, record: RequestRecord) -> None:
     table, slot = state.table, record.slot
     record.tokens = table.known_tokens(slot)
     record.scored = int(table.scored[slot])
+    record.served = int(table.served[slot])
     state.emit(
         RequestPreempted(
             state.clock.now_ns(), record.request_id, int(table.pages[slot]), int(table.committed[slot])
@@ -102,7 +103,6 @@ def preempt(state: EngineState, record: RequestRecord) -> None:
     )
     endings.release_slot(state, record)
     record.preempting = False
-    record.stage = Stage.WAITING
     state.preemptions += 1
-    state.queue.push(record.ticket)
+    accounts.requeue(state, record)
     urgency.watch(state, record)

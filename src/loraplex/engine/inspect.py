@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from loraplex.engine.holds import describe_request
 from loraplex.engine.residency.feasibility import pinned_pages
 from loraplex.engine.residency.registration import describe
 from loraplex.engine.residency.wants import limits_of
 from loraplex.engine.state import EngineState
 
 
-def inspect_engine(state: EngineState, keys: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """Pages, requests and the residency of each adapter, or of those with these keys, as plain values."""
+def inspect_engine(
+    state: EngineState, keys: tuple[str, ...] | None = None, requests: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Pages, tenants and the residency of each adapter, or of those with these keys, as plain values; and the
+    live ones of these requests.
+    """
     counts = state.pool.counts()
     entries = (
         list(state.adapters.values())
@@ -41,6 +46,8 @@ def inspect_engine(state: EngineState, keys: tuple[str, ...] | None = None) -> d
         },
         "slabs": asdict(state.pool.slabs.counts()),
         "requests": {"running": len(state.by_slot), "waiting": len(state.queue), "live": len(state.records)},
+        "asked": [describe_request(state, state.records[name]) for name in requests if name in state.records],
+        "tenants": state.service.figures(),
         "steps": {"launched": state.newest_launch, "committed": state.committed_launch},
         "preemptions": state.preemptions,
         "pins": {"adapters": len(state.pinned), "pages": pinned_pages(state)},

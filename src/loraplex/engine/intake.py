@@ -24,12 +24,13 @@ from loraplex.core.messages import (
     Reply,
     RevokeAdapter,
     SetLimits,
+    SetTenants,
     Submit,
     ToEngine,
 )
 from loraplex.core.packed import I32
 from loraplex.core.request import FinishReason
-from loraplex.engine import endings, prefixes, snapshots, urgency
+from loraplex.engine import accounts, endings, prefixes, snapshots, urgency
 from loraplex.engine.inspect import inspect_engine
 from loraplex.engine.request_state import RequestRecord
 from loraplex.engine.residency import feasibility, registration, wants
@@ -84,8 +85,12 @@ def _call(state: EngineState, message: EngineCall) -> None:
             registration.revoke(state, message)
         case SetLimits():
             wants.set_limits(state, message)
+        case SetTenants():
+            state.service.set_limits(message.tenants)
+            state.outbox.append(Reply(message.call_id))
         case Inspect():
-            state.outbox.append(Reply(message.call_id, body=inspect_engine(state, message.keys)))
+            body = inspect_engine(state, message.keys, message.requests)
+            state.outbox.append(Reply(message.call_id, body=body))
         case _:
             assert_never(message)
 
@@ -107,6 +112,12 @@ def submit(state: EngineState, message: Submit) -> None:
         raise CapacityError(
             ErrorCode.QUEUE_FULL, f"{len(state.queue)} requests are waiting, the limit; try again later"
         )
+    if not state.service.may_wait(message.tenant):
+        raise CapacityError(
+            ErrorCode.TENANT_QUEUE_FULL,
+            f"{state.service.limits_of(message.tenant).max_waiting} requests of tenant "
+            f"{message.tenant[:80]!r} are waiting, its limit; try again later",
+        )
     state.arrivals += 1
     sampling = message.sampling
     record = RequestRecord(
@@ -127,6 +138,7 @@ def submit(state: EngineState, message: Submit) -> None:
         prefix=prefix,
     )
     state.records[record.request_id] = record
+    accounts.opened(state, record)
     state.queue.push(record.ticket)
     urgency.watch(state, record)
     state.emit(

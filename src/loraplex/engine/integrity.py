@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from loraplex.core.errors import ErrorCode, InternalFault
+from loraplex.engine import accounts
 from loraplex.engine.state import EngineState
 from loraplex.memory.pages import PageState
 from loraplex.memory.residency import AdapterState
@@ -24,6 +25,7 @@ def check(state: EngineState) -> None:
     _check_adapters(state)
     _check_requests(state)
     _check_prefixes(state)
+    accounts.check(state)
     if not state.busy:
         counts = state.pool.counts()
         read = len(state.prefix) - state.prefix.unreferenced

@@ -62,7 +62,10 @@ class RequestRecord:
     an activated adapter acts, -1 for every other request. prefix: None where nothing of it is cached. awaits:
     what it is parked for. skipped: steps that had a place but no pages for it; overtaken: later ones of its
     tenant and urgency that were let in before it; owed: one of the two reached its bound. found_no_room:
-    `EngineState.room` as it was then. preempting: its pages go as soon as nothing of it is in flight.
+    `EngineState.room` as it was then. account: number of its tenant's. served: positions of its prompt that
+    were debited to its tenant. waiting_since_ns: when it began to wait, the last time. hold: reason noted at the
+    last look at it as it waited (`engine.holds`), since hold_since_ns. preempting: its pages go as soon as
+    nothing of it is in flight.
     """
 
     request_id: str
@@ -98,6 +101,11 @@ class RequestRecord:
     invoked_at: int = -1
     prefix: RequestPrefix | None = None
     awaits: str = ""
+    account: int = -1
+    served: int = 0
+    waiting_since_ns: int = 0
+    hold: str = ""
+    hold_since_ns: int = 0
 
     @property
     def entry(self) -> AdapterEntry | None:

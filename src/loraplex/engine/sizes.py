@@ -34,6 +34,7 @@ class EngineLimits:
     namespace. prefill_tokens_per_s: what computing a cached block again is priced at. load_retry_ns: pause
     after a first failed load. copies_in_flight: copies that the backend is given at a time. copy_starts: of
     them, how many a step with rows starts.
+    service_starved_ns, load_starved_ns: how long a tenant, an adapter may starve before an event says so.
     """
 
     kv: KvShape
@@ -63,6 +64,8 @@ class EngineLimits:
     load_retry_ns: int = limits.LOAD_RETRY_NS
     copies_in_flight: int = limits.MAX_COPIES_IN_FLIGHT
     copy_starts: int = 1
+    service_starved_ns: int = limits.SERVICE_STARVED_NS
+    load_starved_ns: int = limits.LOAD_STARVED_NS
     scrub: bool = False
 
     def __post_init__(self) -> None:

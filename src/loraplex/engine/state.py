@@ -28,6 +28,7 @@ from loraplex.schedule.estimates import Estimates
 from loraplex.schedule.queue import WaitingQueue
 from loraplex.schedule.running import RunningTable
 from loraplex.schedule.select import Selection
+from loraplex.schedule.starvation import StarvationWatch
 from loraplex.schedule.tenant_service import TenantService
 
 NO_BOUND: Final = 1 << 62
@@ -95,9 +96,11 @@ class EngineState:
     slots that are taken, with or without a published adapter; occupied_pages: pages that adapters have for
     themselves. sharers: adapters that have not left, by the kernel digest of their image. pinned: those with
     a pin. prefix: cached blocks; computing: keys of blocks that a running request is about to compute, with
-    its id. service: what each tenant completed. estimates: how long
-    prefills and loads take. offers: steps in which a place was free; passed_at: the last of them in which the
-    queue was looked at; fruitless: what was to be seen then, where nobody was let in.
+    its id. service: tenants' accounts. rank_buckets: as rank_sums, indices into
+    `schedule.tenant_service.BUCKETS`. starvation: clocks of those who wait. full_since_ns: since when no
+    place is free, 0 where one is. estimates: how long prefills and loads take. offers: steps in which a place
+    was free; passed_at: the last of them in which the queue was looked at; fruitless: what was to be seen
+    then, where nobody was let in.
     """
 
     def __init__(self, limits: EngineLimits, clock: Clock, grammars: Grammars, loader: Loader) -> None:
@@ -113,6 +116,8 @@ class EngineState:
         self.directory = SlotDirectory(limits.max_adapter_slots)
         self.table = RunningTable(limits.max_requests, limits.max_pages_per_request, limits.max_model_len)
         self.service = TenantService()
+        self.starvation = StarvationWatch(limits.service_starved_ns, limits.load_starved_ns)
+        self.full_since_ns = 0
         self.queue = WaitingQueue(self._rank)
         self.deadlines = Deadlines()
         self.estimates = Estimates()
@@ -134,6 +139,7 @@ class EngineState:
         self.departing: list[tuple[AdapterEntry, int]] = []
         self.entry_of_slot: dict[int, AdapterEntry] = {}
         self.rank_sums = np.zeros(limits.max_adapter_slots, dtype=np.int64)
+        self.rank_buckets = np.zeros(limits.max_adapter_slots, dtype=np.int32)
         self.loads: dict[tuple[int, int], LoadJob] = {}
         self.flights: deque[Flight] = deque()
         self.deltas = PendingDeltas()

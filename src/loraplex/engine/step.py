@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from loraplex.core.plan import StepResult
 from loraplex.core.ports import Backend, Clock, EventSink, Grammars, Loader, Mailbox
-from loraplex.engine import admission, commit, growth, intake, integrity, launch, urgency
+from loraplex.engine import accounts, admission, commit, growth, intake, integrity, launch, urgency
 from loraplex.engine.constraints import NoGrammars
 from loraplex.engine.residency import hosting, loads, registration, wants
 from loraplex.engine.sizes import EngineLimits
@@ -116,6 +116,7 @@ class Engine:
             if not self._commit_oldest():
                 break
         registration.finish_departures(self.state)
+        accounts.report(self.state)
         return committed
 
     def _commit_oldest(self) -> bool:

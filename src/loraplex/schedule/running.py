@@ -39,7 +39,8 @@ class RunningTable:
     that need no publication any more; `NO_CACHE` for a request that caches nothing. block_table: number of
     the cached block whose page an entry names, 0 for a page of the request's own. invoked: position from
     which on the adapter acts, 0 for one that is always on. scored: prompt positions whose log probabilities
-    were delivered. masked: each token needs a mask from the host; masked_first: so many first ones do.
+    were delivered. tenant: number of the account to which its service goes. served: positions of the prompt
+    that were debited. masked: each token needs a mask from the host; masked_first: so many first ones do.
     waiting: its masks depend on the token before, so that it takes no row while a token of it is not
     committed, at any depth.
     """
@@ -74,6 +75,8 @@ class RunningTable:
         self.logprobs = np.full(max_requests, -1, dtype=i32)
         self.prompt_logprobs = np.full(max_requests, -1, dtype=i32)
         self.scored = np.zeros(max_requests, dtype=i32)
+        self.tenant = np.zeros(max_requests, dtype=i32)
+        self.served = np.zeros(max_requests, dtype=i32)
         self.masked = np.zeros(max_requests, dtype=np.bool_)
         self.masked_first = np.zeros(max_requests, dtype=i32)
         self.waiting = np.zeros(max_requests, dtype=np.bool_)

@@ -28,6 +28,7 @@ from loraplex.server.listen import AsgiApp, Receive, Send
 from loraplex.server.openapi import BODIES, openapi
 from loraplex.server.routing import Call, Handler, Site
 from loraplex.server.service import Service
+from loraplex.server.tenant_limits import TenantLimitsTold
 from loraplex.server.wire import NoFields, decode
 
 _log: Final = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ ROUTES: Final = (
     Route("POST", "/v1/unload_lora_adapter", endpoints.unload_lora_adapter),
     Route("GET", "/v1/residency", endpoints.residency),
     Route("GET", "/v1/requests/{request_id}/provenance", endpoints.get_provenance),
+    Route("GET", "/v1/requests/{request_id}", endpoints.get_request),
     Route("GET", "/v1/limits", endpoints.get_limits),
     Route("PUT", "/v1/limits", endpoints.put_limits),
     Route("GET", "/health", probes.health, open=True),
@@ -138,7 +140,7 @@ def create_app(service: Service) -> AsgiApp:
     """The application over a server's parts. Reads the key file; raises `config_invalid` when it cannot be
     used.
     """
-    site = Site(service, KeyFile(service.config.api_key_file))
+    site = Site(service, KeyFile(service.config.api_key_file), TenantLimitsTold(service.client))
     service.supervisor.observe = site.metrics.engine.observe
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
@@ -160,6 +162,8 @@ async def _exchange(site: Site, exchange: Exchange) -> None:
         route, rest = find_route(exchange)
         if not route.open:
             caller = site.keys.identify(exchange.headers("authorization"))
+            if site.service.ready:
+                await site.told.follow(site.keys.tenant_limits, site.service.supervisor.restarts)
         if (route.method, route.path) not in BODIES:
             await _no_body(exchange)
         await route.handler(Call(site, exchange, caller, facts, rest))

@@ -1,12 +1,13 @@
-"""Who calls: API keys, their tenants and roles.
+"""Who calls: API keys, their tenants and roles, and the limits of each tenant.
 
 The key file holds SHA-256 digests, never keys: JSON objects one a line, or TOML with `[[keys]]`, each with
-`sha256`, `tenant` and, optionally, `role` (`user` or `admin`). Without a file everybody is the admin of the
-tenant `default`.
+`sha256`, `tenant` and, optionally, `role` (`user` or `admin`). An object without `sha256`, in TOML one of
+`[[tenants]]`, gives a tenant its `weight`, `max_running` and `max_waiting`. Without a file everybody is the
+admin of the tenant `default`.
 
 A tenant's aliases are its own; those of `default`, which the command line registers, may be used by all.
 
-Specification: rulings "Tenants".
+Specification: rulings "Tenants", "Scheduling".
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import msgspec
 from loraplex.catalog.records import DEFAULT_NAMESPACE
 from loraplex.config import TENANT
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.tenants import TenantLimits, check_tenants
 
 DEFAULT_TENANT: Final = DEFAULT_NAMESPACE
 LOOK_S: Final = 1.0
@@ -78,11 +80,12 @@ class _KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyRing:
-    """Known keys. An empty ring asks nobody for a key."""
+    """Known keys. An empty ring asks nobody for a key. tenant_limits: in the order of the file."""
 
-    def __init__(self, callers: Mapping[str, Caller]) -> None:
+    def __init__(self, callers: Mapping[str, Caller], tenant_limits: Sequence[TenantLimits] = ()) -> None:
         """callers: by SHA-256 of their key, in lower-case hexadecimal."""
         self._callers = dict(callers)
+        self.tenant_limits = tuple(tenant_limits)
 
     @property
     def one_tenant(self) -> bool:
@@ -128,6 +131,11 @@ class KeyFile:
         """Whether every caller is of the same tenant."""
         return self._ring.one_tenant
 
+    @property
+    def tenant_limits(self) -> tuple[TenantLimits, ...]:
+        """Weights and limits of tenants, as of the last call that was identified."""
+        return self._ring.tenant_limits
+
     def identify(self, authorization: Sequence[bytes]) -> Caller:
         """See `KeyRing.identify`."""
         if self._path is not None and self._now() - self._looked_at >= LOOK_S:
@@ -168,33 +176,57 @@ def read_keys(path: str | None) -> KeyRing:
     except (OSError, ValueError) as error:
         raise _invalid(f"{path} cannot be read as JSON lines or TOML: {error}") from error
     callers: dict[str, Caller] = {}
+    tenants: list[TenantLimits] = []
     for number, value in enumerate(entries, 1):
-        try:
-            entry = msgspec.convert(value, _KeyEntry)
-        except msgspec.ValidationError as error:
-            raise _invalid(f"key {number} of {path}: {error}") from error
-        if (
-            not _DIGEST.fullmatch(entry.sha256)
-            or entry.sha256 in callers
-            or not TENANT.fullmatch(entry.tenant)
-        ):
+        entry = _entry(number, value, path)
+        if isinstance(entry, TenantLimits):
+            tenants.append(entry)
+            continue
+        if not _DIGEST.fullmatch(entry.sha256) or entry.sha256 in callers:
             raise _invalid(
-                f"key {number} of {path} needs a tenant of letters, digits or . _ : - and a sha256 of 64 "
-                "lower-case hexadecimal digits, given once"
+                f"key {number} of {path} needs a sha256 of 64 lower-case hexadecimal digits, given once"
             )
         callers[entry.sha256] = Caller(entry.tenant, entry.role)
     if not callers:
         raise _invalid(f"{path} holds no key; leave --api-key-file out to serve without keys")
-    return KeyRing(callers)
+    check_tenants(tenants)
+    unknown = {given.tenant for given in tenants} - {caller.tenant for caller in callers.values()}
+    if unknown:  # refusing the file would keep a key that its operator just took away
+        _log.warning("%s has limits of tenants without a key: %s", path, ", ".join(sorted(unknown)))
+    return KeyRing(callers, tenants)
+
+
+def _entry(number: int, value: Any, path: str) -> _KeyEntry | TenantLimits:
+    """One entry: of a key, or of a tenant where it has no `sha256`."""
+    kind = "key" if isinstance(value, dict) and "sha256" in value else "tenant"
+    entry: _KeyEntry | TenantLimits
+    try:
+        entry = msgspec.convert(value, _KeyEntry) if kind == "key" else msgspec.convert(value, TenantLimits)
+    except msgspec.ValidationError as error:
+        raise _invalid(f"entry {number} of {path}, read as a {kind}'s: {error}") from error
+    if not TENANT.fullmatch(entry.tenant):
+        raise _invalid(f"entry {number} of {path} needs a tenant of letters, digits or . _ : -")
+    if entry == TenantLimits(entry.tenant):
+        raise _invalid(
+            f"entry {number} of {path} is neither a key, which has sha256, nor a tenant's limits, weight, "
+            "max_running or max_waiting"
+        )
+    return entry
 
 
 def _entries(text: str) -> list[Any]:
+    """Entries as they were written; TOML's keys first."""
     if text.lstrip().startswith("{"):
         return [msgspec.json.decode(line) for line in text.splitlines() if line.strip()]
     value = tomllib.loads(text)
-    if set(value) - {"keys"} or not isinstance(value.get("keys", []), list):
-        raise ValueError("expected only [[keys]] tables")
-    return list(value.get("keys", []))
+    keys, tenants = value.pop("keys", []), value.pop("tenants", [])
+    if value or not isinstance(keys, list) or not isinstance(tenants, list):
+        raise ValueError("expected only [[keys]] and [[tenants]] tables")
+    if any(not isinstance(entry, dict) or "sha256" not in entry for entry in keys) or any(
+        not isinstance(entry, dict) or "sha256" in entry for entry in tenants
+    ):
+        raise ValueError("each of [[keys]] needs a sha256, and none of [[tenants]] has one")
+    return [*keys, *tenants]
 
 
 def _invalid(message: str) -> CallerError:

@@ -21,6 +21,7 @@ from loraplex.server.auth import Caller, KeyFile
 from loraplex.server.exchange import Exchange
 from loraplex.server.metrics import Metrics
 from loraplex.server.service import Service
+from loraplex.server.tenant_limits import TenantLimitsTold
 from loraplex.server.wire import decode
 from loraplex.text.codec import TextCodec
 
@@ -29,10 +30,13 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 @dataclass(slots=True)
 class Site:
-    """Everything that serves requests. serial: tells engine requests apart when callers repeat their ids."""
+    """Everything that serves requests. told: limits of tenants that the engine knows. serial: tells engine
+    requests apart when callers repeat their ids.
+    """
 
     service: Service
     keys: KeyFile
+    told: TenantLimitsTold
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     serial: Iterator[int] = field(default_factory=itertools.count)

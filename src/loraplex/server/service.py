@@ -20,6 +20,7 @@ from loraplex.process.client import EngineClient
 from loraplex.process.clock import MonotonicClock
 from loraplex.process.supervisor import EngineSupervisor
 from loraplex.server.exchange import Exchange
+from loraplex.server.live import LiveRequests
 from loraplex.server.provenance import Provenance
 from loraplex.server.workers import Workers
 from loraplex.text.codec import TextCodec
@@ -37,7 +38,7 @@ class ServicePhase(StrEnum):
 class Service:
     """One server. base_name: what callers call the base model. codec: None where the model has no tokenizer.
 
-    exchanges: HTTP exchanges that are under way.
+    exchanges: HTTP exchanges that are under way. live: requests that the engine was asked.
     provenance: where records of served requests go. workers: do what a caller's size drives.
     """
 
@@ -52,6 +53,7 @@ class Service:
     clock: Clock = field(default_factory=MonotonicClock)
     phase: ServicePhase = ServicePhase.STARTING
     exchanges: set[Exchange] = field(default_factory=set)
+    live: LiveRequests = field(default_factory=LiveRequests)
     _quiet: asyncio.Event = field(default_factory=asyncio.Event)
 
     @contextmanager

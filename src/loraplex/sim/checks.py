@@ -33,6 +33,7 @@ from loraplex.sim.device import BUILT_ON_FAILURE, INJECTED, cells_of
 from loraplex.sim.faults import Setup
 from loraplex.sim.histories import Histories
 from loraplex.sim.page_ledger import block_ledger, page_ledger
+from loraplex.sim.service_books import ServiceBooks
 from loraplex.sim.tokens import adapter_number
 from loraplex.sim.wrong import Wrong
 
@@ -61,6 +62,7 @@ class Checkers:
         self._whole: set[tuple[int, int]] = set()
         self._published: dict[int, int] = {}
         self._table: dict[int, dict[int, int]] = {}
+        self._service = ServiceBooks(clients)
         self._histories = Histories(setup, clients, state, self._table)
         self._named: dict[int, frozenset[int]] = {}
         self._ledgers: dict[int, IterationLedger] = {}
@@ -112,6 +114,7 @@ class Checkers:
         for adapter, generation in {(a, g) for a, g in adapter_pairs(plan.requests) if a}:
             named |= self._cells_of[adapter, generation]
         self._histories.on_plan(plan)
+        self._service.on_plan(plan, {slot: r.request_id for slot, r in self._state.by_slot.items()})
         self._check_copies(plan, named)
         self._named[plan.generation] = frozenset(named)
         self._ledgers[plan.generation] = iteration_ledger(plan, self._state.rank_sums.astype(np.int32))
@@ -178,6 +181,7 @@ class Checkers:
         """A result was collected."""
         self._named.pop(result.generation, None)
         self._histories.on_result(result)
+        self._service.on_result(result)
         copied = result.copied
         for slot, generation, whole in each(copied.adapter_slot, copied.adapter_generation, copied.intact):
             if whole:
@@ -187,6 +191,7 @@ class Checkers:
 
     def on_event(self, event: Event) -> None:
         """An event left the engine."""
+        self._service.on_event(event)
         match event:
             case RequestQueued():
                 self._arrivals[event.request_id] = len(self._arrivals)

@@ -21,6 +21,7 @@ from loraplex.core.events import (
     HostFetched,
     IterationCompleted,
     LoadFailed,
+    LoadStarved,
     PlanDiscarded,
     PrefetchReleased,
     PrefixGivenUp,
@@ -31,13 +32,16 @@ from loraplex.core.events import (
     RequestPreempted,
     RequestQueued,
     RestorationFailed,
+    ServiceDebited,
     StepFailed,
+    TenantStarved,
 )
 
 _NS: Final = 1e-9
 STEP_BUCKETS_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 PLAN_BUCKETS_S: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 QUEUE_BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0)
+SERVICE_KINDS: Final = ("computed", "cached", "output")
 COUNT_BUCKETS: Final = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -61,6 +65,10 @@ class EngineMetrics:
         self._queued = histogram("queue_seconds", "From arrival to first admission.", QUEUE_BUCKETS_S)
         self._recomputed = counter("preempted_tokens", "Computed tokens that preemption gave up.")
         self._ended = counter("engine_requests_ended", "Requests by how the engine ended them.", "reason")
+        self._service = counter(
+            "service_tokens", "Completed tokens, by rank bucket of their adapter.", "rank_bucket", "kind"
+        )
+        self._starved = counter("starvations", "Starvations that were told, by what starved.", "of")
         self._discarded = counter("plans_discarded", "Plans that were refused at launch.", "code")
         self._failed = counter("steps_failed", "Launched steps that failed.", "code")
         self._transitions = counter("adapter_transitions", "Changes of residency.", "before", "after")
@@ -108,6 +116,8 @@ class EngineMetrics:
                 self._discarded.labels(event.code).inc()
             case StepFailed():
                 self._failed.labels(event.code).inc()
+            case ServiceDebited() | TenantStarved() | LoadStarved():
+                self._note_service(event)
             case AdapterTransition():
                 self._transitions.labels(event.before, event.after).inc()
             case PrefixMatched() | PrefixPublished() | PrefixGivenUp():
@@ -124,6 +134,17 @@ class EngineMetrics:
                 self._note_residency(event)
             case FirstToken() | RequestQueued():
                 pass  # a first token is timed where its client sees it; a request is counted when it ends
+
+    def _note_service(self, event: ServiceDebited | TenantStarved | LoadStarved) -> None:
+        match event:
+            case ServiceDebited():
+                for bucket, *counts in event.buckets:
+                    for kind, count in zip(SERVICE_KINDS, counts, strict=True):
+                        self._service.labels(bucket, kind).inc(count)
+            case TenantStarved():
+                self._starved.labels("tenant").inc()
+            case LoadStarved():
+                self._starved.labels("load").inc()
 
     def _note_residency(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import CopyIgnored, RestorationFailed
-from loraplex.engine import prefixes
+from loraplex.engine import accounts, prefixes
 from loraplex.engine.request_state import LoadJob, Purpose, RequestRecord, Stage
 from loraplex.engine.residency import transitions
 from loraplex.engine.residency.load_failures import count_failure
@@ -113,9 +113,9 @@ def _roll_back(state: EngineState, job: LoadJob, error: InternalFault) -> None:
     transitions.roll_back(state, entry)
     record = job.record
     if record is not None and record.stage is Stage.LOADING:
-        record.transaction, record.stage = None, Stage.WAITING
+        record.transaction = None
         prefixes.release(state, record)
-        state.queue.push(record.ticket)
+        accounts.requeue(state, record)
     if job.purpose is Purpose.RESTORE:
         pages, nbytes = entry.own_pages, state.image_bytes(entry)
         state.emit(RestorationFailed(state.clock.now_ns(), entry.key, error.code.value, pages, nbytes))

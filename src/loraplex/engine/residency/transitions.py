@@ -14,12 +14,14 @@ import numpy as np
 
 from loraplex.core.events import AdapterTransition, PrefetchReleased
 from loraplex.core.packed import empty
+from loraplex.engine import accounts
 from loraplex.engine.request_state import RequestRecord
 from loraplex.engine.state import EngineState
 from loraplex.memory.leases import SlotLease
 from loraplex.memory.pages import PageState
 from loraplex.memory.residency import AdapterEntry, AdapterState
 from loraplex.memory.transaction import Transaction
+from loraplex.schedule.tenant_service import rank_bucket
 
 
 def _move(state: EngineState, entry: AdapterEntry, after: AdapterState) -> None:
@@ -31,6 +33,7 @@ def note_move(state: EngineState, entry: AdapterEntry, before: AdapterState) -> 
     """Emit an adapter's change of state, if it changed: no state moves without its event."""
     if entry.state is not before:
         state.room_changed()
+        accounts.moved(state, entry)
         state.emit(
             AdapterTransition(
                 state.clock.now_ns(),
@@ -92,6 +95,7 @@ def publish(state: EngineState, entry: AdapterEntry, transaction: Transaction) -
         entry.pages = transaction.commit_adapter(slot, generation)
     state.entry_of_slot[slot] = entry
     state.rank_sums[slot] = entry.rank_sum
+    state.rank_buckets[slot] = rank_bucket(max((rank for rank, _ in entry.ranks), default=0))
     state.deltas.publish(slot, generation)
     entry.last_use = state.newest_launch
     _move(state, entry, AdapterState.PUBLISHED)
@@ -120,6 +124,7 @@ def retire(state: EngineState, entry: AdapterEntry) -> None:
 def unpublish(state: EngineState, entry: AdapterEntry) -> None:
     """Take a retiring adapter out of the device's table; a transaction has its pages."""
     state.deltas.retire(entry.slot, entry.generation)
+    accounts.moved(state, entry)
     _leave_slot(state, entry)
 
 

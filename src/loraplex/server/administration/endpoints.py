@@ -29,6 +29,18 @@ from loraplex.server.wire import (
 GIB: Final = 1 << 30
 _TOTALS: Final = ("pages", "limits")
 """Figures of the engine that a tenant may know: they say what there is, and not who uses it."""
+_SAMPLE: Final = (
+    "stage",
+    "held_by",
+    "reason",
+    "priority",
+    "prompt_tokens",
+    "output_tokens",
+    "admissions",
+    "load_failures",
+)
+_SAMPLE_ADAPTER: Final = ("state", "residency", "on_host", "failures")
+"""Of the adapter that a request waits for: where it is, and not who else uses it."""
 ACTIONS = ("pin", "unpin", "prefetch", "revoke")
 
 
@@ -52,9 +64,51 @@ async def residency(call: Call) -> None:
             entries.append({**shown, "names": sorted(f"{name}@{r.revision}" for name, r in listed)})
     if viewer is not None:
         figures = {name: figures[name] for name in _TOTALS} | {
-            "requests": {"live": adapters.requests_of(viewer)}
+            "requests": {"live": adapters.requests_of(viewer)},
+            "tenants": {name: own for name, own in figures["tenants"].items() if name == viewer},
         }
     await call.exchange.answer({**figures, "adapters": entries, "catalog_generation": adapters.generation})
+
+
+async def get_request(call: Call) -> None:
+    """What holds each sample of a live request back, since when, for its tenant and for the operator."""
+    request_id = unquote(call.rest)
+    found = call.service.live.find(request_id, _viewer(call))
+    if not found:
+        raise CallerError(
+            ErrorCode.REQUEST_NOT_FOUND,
+            f"request {request_id[:80]!r} is not live: it is unknown or has ended, and then "
+            "/v1/requests/{id}/provenance may know of it",
+            param="request_id",
+        )
+    call.service.require_engine()
+    asked = tuple(sample for request in found for sample in request.samples)
+    figures = await call.service.client.call(Inspect(0, (), asked))
+    seen = {sample["request_id"]: sample for sample in figures["asked"]}
+    attempts = [
+        {
+            "request_id": request_id,
+            "tenant": request.tenant,
+            "model": request.model,
+            "samples": [_sample(index, seen.get(name)) for index, name in enumerate(request.samples)],
+        }
+        for request in found
+    ]
+    await call.exchange.answer({**attempts[0], "attempts": attempts})
+
+
+def _sample(index: int, seen: dict[str, Any] | None) -> dict[str, Any]:
+    """One sample as the engine sees it; one that it does not know has ended. Times in seconds before now."""
+    if seen is None:
+        return {"index": index, "stage": "ended", "held_by": None, "reason": None}
+    adapter = seen["adapter"]
+    return {
+        "index": index,
+        **{name: seen[name] for name in _SAMPLE},
+        "held_s": seen["held_ns"] / 1e9,
+        "age_s": seen["age_ns"] / 1e9,
+        "adapter": None if adapter is None else {name: adapter[name] for name in _SAMPLE_ADAPTER},
+    }
 
 
 async def get_provenance(call: Call) -> None:

@@ -257,6 +257,11 @@ class Generation:
         """The digests behind the model that it was bound to."""
         return self._model.served
 
+    @property
+    def sample_ids(self) -> list[str]:
+        """The engine's id of each sample, in the order of choices."""
+        return [submit.request_id for submit in self._sent]
+
     def choices_seen(self) -> list[ChoiceSeen]:
         """What became of each sample, for the request's record; empty when nothing was submitted."""
         return [

@@ -9,6 +9,7 @@ Specification: architecture "A request's way" (1, 2, 11), interface "HTTP".
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar, assert_never
@@ -22,6 +23,7 @@ from loraplex.core.request import AnswerForm, SamplingParams
 from loraplex.server.answers import DONE, Usage, encode, error_body, event
 from loraplex.server.generation.generate import Generation, Job, ServedModel, bind_model, urgency
 from loraplex.server.generation.keyed import keyed
+from loraplex.server.live import LiveRequest
 from loraplex.server.routing import Call, named_model, read_body, until_disconnect
 from loraplex.server.structured_wire import StructuredOutputs, answer_form
 from loraplex.server.wire import (
@@ -171,7 +173,10 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
             call.facts.prompt = logged(prepared.given)
         options = request.stream_options
         about = About(call, answer_id, asked, model, *_usage_wishes(options))
-        with Generation(service, model, job) as generation:
+        with ExitStack() as serving:
+            generation = serving.enter_context(Generation(service, model, job))
+            live = LiveRequest(exchange.request_id, tenant, model.name, generation.sample_ids)
+            serving.enter_context(service.live.serving(live))
             call.facts.generation = generation
             rendering = endpoint.rendering(about, request, prepared, generation)
             if request.stream:
