@@ -92,6 +92,9 @@ def test_the_bases_text_is_used_by_choice_and_by_the_servers_default(tmp_path: P
         assert (await asked(front, "silent") == base) == (front.service.config.adapter_text == "base")
         await put(front, "own", source, text="adapter")
         assert (await asked(front, "own"))[0] == "<hello>"
+        load = {"lora_name": "loaded", "lora_path": source, "text": "base"}
+        assert (await front.http.post("/v1/load_lora_adapter", json=load)).status_code == 200
+        assert await asked(front, "loaded") == base
         wrong = await front.http.put("/v1/adapters/bad", json={"source": source, "text": "mine"})
         assert error_of(wrong) == (400, "invalid_request", "text")
 
