@@ -231,6 +231,8 @@ def test_a_pointer_is_called_one(tmp_path: Path) -> None:
         (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code>', "an XML document"),
         (b"\x1f\x8b\x08\x00" + bytes(20), "a gzip archive"),
         (b"GGUF\x03\x00\x00\x00" + bytes(20), "a GGUF file"),
+        (bytes(8), "its header is empty, expected an opening brace"),
+        (b"\x02" + bytes(7) + b"[]", 'its header starts with "[", expected'),
         (b'{"error":"Repository not found"}', "begins with the text '{\"error\"'"),
         (b"\xff" * 20, "declares a header of 18446744073709551615 bytes"),
     ],

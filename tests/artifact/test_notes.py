@@ -131,6 +131,11 @@ def test_companions_are_read_wherever_they_are_written(tmp_path: Path) -> None:
     }
     put(folder, tokenizer_config={"added_tokens_decoder": decoder})
     assert read_companions(folder).added == (AddedText(61, "<a>"), AddedText(63, "<c>", rstrip=True))
+    put(
+        folder,
+        tokenizer_config={"added_tokens_decoder": decoder | {"61": {"content": "<a>"}}, "pad_token": "<a>"},
+    )
+    assert read_companions(folder).added[0] == AddedText(61, "<a>")
     put(folder, tokenizer_config={"added_tokens_decoder": {}})
     assert read_companions(folder).added == (plain(61, "<a>"),)
 

@@ -19,9 +19,10 @@ from tests.e2e.judge import open_llm
 from tests.e2e.tiny_peft import logprobs_of, write_base
 from tests.e2e.tiny_words import END, WORD, model
 from tests.server.random_adapters import write_adapter
+from tests.text.tiny_text import metaspace_tokenizer
 from tokenizers import Tokenizer, models
 
-from loraplex import LLM, SamplingParams
+from loraplex import LLM, AnswerForm, SamplingParams
 from loraplex.core.errors import CallerError, ErrorCode
 
 
@@ -184,3 +185,21 @@ def test_further_tokens_of_an_adapters_tokenizer_are_sampled_as_peft_does(tmp_pa
         assert said.text.replace(" ", "") == "<33><33>"
         with pytest.raises(CallerError, match="never sampled"):
             llm.generate(["w1"], "plain", forced)
+
+
+def test_a_held_answer_may_end_with_the_adapters_own_end_token(tmp_path: Path) -> None:
+    folder, source = model(tmp_path / "base"), write_adapter(tmp_path / "own", 1)
+    new = metaspace_tokenizer().get_vocab_size(with_added_tokens=True)
+    added = {str(new): {"content": "<|done|>", "special": True}}
+    (source / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|done|>", "added_tokens_decoder": added})
+    )
+    with LLM(folder, {"own": source}, load_format="dummy", dtype="float32", pool_gb=0.01) as llm:
+        sampling = SamplingParams(
+            max_tokens=12,
+            temperature=0.0,
+            logit_bias={new: 100},
+            structured_outputs=AnswerForm(regex="(he)+"),
+        )
+        [output] = llm.generate("hello", "own", sampling)
+    assert (output.text, output.token_ids[-1], output.finish_reason) == ("he", new, "stop")

@@ -190,14 +190,15 @@ def _ends(folder: Path) -> tuple[int, ...]:
 def _added(
     folder: Path, config: Mapping[str, Any], tokenizer: _Tokenizer, special: Collection[str | None]
 ) -> tuple[AddedText, ...]:
-    """Those of the tokenizer, and before them those of the configuration, or else of the file
-    beside it.
+    """Those of the tokenizer, and before them those of the configuration, or else of the file beside it.
+
+    special: texts that have a role, and are special whatever is said of them.
     """
     decoder, listed = config.get("added_tokens_decoder"), tokenizer.added_tokens
     beside = {} if isinstance(decoder, dict) else _object(folder / ADDED_FILE)
     groups = (
         (TOKENIZER_CONFIG, [(_index(k), v) for k, v in decoder.items()] if isinstance(decoder, dict) else []),
-        (ADDED_FILE, [(v, {"content": k, "special": k in special}) for k, v in beside.items()]),
+        (ADDED_FILE, [(v, {"content": k}) for k, v in beside.items()]),
         (TOKENIZER_FILE, [(_field(item, "id"), item) for item in listed or ()]),
     )
     found: dict[int, AddedText] = {}
@@ -205,7 +206,7 @@ def _added(
     for name, pairs in groups:
         own: set[int] = set()
         for index, value in pairs:
-            token = _token(index, value, name)
+            token = _token(index, value, special, name)
             if (
                 token is None
                 or token.index in own
@@ -233,14 +234,14 @@ def _field(record: Any, name: str) -> Any:
     return record.get(name) if isinstance(record, dict) else None
 
 
-def _token(index: Any, value: Any, name: str) -> AddedText | None:
+def _token(index: Any, value: Any, roles: Collection[str | None], name: str) -> AddedText | None:
     """An added token as a file writes it; what it does not say is as the library has it. None for
     what is none.
     """
     text = token_text(value)
     if not _is_id(index) or text is None or not 0 < len(text) <= MAX_ADDED_TOKEN_CHARS:
         return None
-    special = _field(value, "special") is True
+    special = _field(value, "special") is True or text in roles
     return AddedText(
         index,
         _encodable(text, f"{name} has the added token"),

@@ -60,7 +60,7 @@ class StopStrings:
             if (at := _ending_after(seen, stop, late)) >= 0
         ]
         if hits:  # the one that completes first; of two that complete together, the longer one
-            end, begin, self.completed = min(hits)
+            _, begin, self.completed = min(hits)
             before = self._release(begin)
             return before + (self.completed if self._kept else ""), True
         if final:
