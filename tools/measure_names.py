@@ -25,7 +25,8 @@ TIMES = 5
 BASE = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": HIDDEN,
     "intermediate_size": 72, "num_hidden_layers": LAYERS, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+    "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "hidden_act": "silu",
     "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "eos_token_id": 2,
 }  # fmt: skip
 ADAPTER = {

@@ -104,9 +104,8 @@ def _passed_over(path: Path) -> list[str]:
         return [f"{path} is not served: it holds weights of an adapter and no {ADAPTER_CONFIG}"]
     inside = next((name for name in names if _is_adapter(path / name)), None)
     if inside is not None:
-        return [
-            f"{path} is not served: it is no adapter but holds some, {inside} for one; give --adapter-dir {path}"
-        ]
+        what = f"it is no adapter but holds some, {inside} for one"
+        return [f"{path} is not served: {what}; give --adapter-dir {path}"]
     return []
 
 
