@@ -56,7 +56,7 @@ from loraplex.process.clock import MonotonicClock
 from loraplex.process.local import LocalMailbox, run_now
 from loraplex.process.workdir import private_folder, temporary_root
 from loraplex.text.assembly import Piece, SampleAssembly, fewest_cached
-from loraplex.text.codec import TextCodec, further_ends, load_tokenizer
+from loraplex.text.codec import TextCodec, further_ends, load_tokenizer, sampled_ids
 from loraplex.text.engine_sampling import check_sampling, engine_sampling, prompt_seed, word_tokens
 from loraplex.text.prefix_keys import (
     NOT_INVOKED,
@@ -400,6 +400,7 @@ class LLM:
         check_sampling(params, codec)
         own = further_ends(codec, self._codec)
         ends = {*self._eos_token_ids, *own}
+        sampled = sampled_ids(codec, self._codec)
         form = params.structured_outputs
         grammar = None if form is None else form_grammar(form)
         words = word_tokens(params, codec)
@@ -409,7 +410,7 @@ class LLM:
         samples = []
         for index in range(params.n):
             only_first = params if index == 0 else replace(params, prompt_logprobs=None)
-            sampling = engine_sampling(only_first, seed, index, ends, words)
+            sampling = engine_sampling(only_first, seed, index, ends, words, sampled)
             submit = Submit(
                 f"r{next(self._requests)}",
                 prompt,
