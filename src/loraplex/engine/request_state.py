@@ -63,9 +63,9 @@ class RequestRecord:
     what it is parked for. skipped: steps that had a place but no pages for it; overtaken: later ones of its
     tenant and urgency that were let in before it; owed: one of the two reached its bound. found_no_room:
     `EngineState.room` as it was then. account: number of its tenant's. served: positions of its prompt that
-    were debited to its tenant. waiting_since_ns: when it began to wait, the last time. hold: reason noted at the
-    last look at it as it waited (`engine.holds`), since hold_since_ns. preempting: its pages go as soon as
-    nothing of it is in flight.
+    were debited to its tenant. waiting_since_ns: when it began to wait, the last time. hold: reason noted at
+    the last look at it as it waited (`engine.holds`), since hold_since_ns. preempting: its pages go as soon
+    as nothing of it is in flight.
     """
 
     request_id: str
