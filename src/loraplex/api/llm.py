@@ -57,7 +57,7 @@ from loraplex.process.local import LocalMailbox, run_now
 from loraplex.process.workdir import private_folder, temporary_root
 from loraplex.text.assembly import Piece, SampleAssembly, fewest_cached
 from loraplex.text.codec import TextCodec, further_ends, load_tokenizer
-from loraplex.text.engine_sampling import check_sampling, engine_sampling, prompt_seed
+from loraplex.text.engine_sampling import check_sampling, engine_sampling, prompt_seed, word_tokens
 from loraplex.text.prefix_keys import (
     NOT_INVOKED,
     Acting,
@@ -398,16 +398,18 @@ class LLM:
         """The samples of one prompt, as the engine is asked for them."""
         tokens, params, codec = job.tokens, job.params, job.codec
         check_sampling(params, codec)
-        ends = {*self._eos_token_ids, *further_ends(codec, self._codec)}
+        own = further_ends(codec, self._codec)
+        ends = {*self._eos_token_ids, *own}
         form = params.structured_outputs
         grammar = None if form is None else form_grammar(form)
+        words = word_tokens(params, codec)
         seed, prompt = prompt_seed(params), np.array(tokens, dtype="<i4").tobytes()
         limit_ms = params.ttft_deadline_ms
         deadline_ns = 0 if limit_ms is None else MonotonicClock().now_ns() + limit_ms * 1_000_000
         samples = []
         for index in range(params.n):
             only_first = params if index == 0 else replace(params, prompt_logprobs=None)
-            sampling = engine_sampling(only_first, seed, index, ends)
+            sampling = engine_sampling(only_first, seed, index, ends, words)
             submit = Submit(
                 f"r{next(self._requests)}",
                 prompt,
@@ -416,6 +418,7 @@ class LLM:
                 priority=params.priority,
                 deadline_ns=deadline_ns,
                 grammar=grammar,
+                own_ends=() if grammar is None else tuple(sorted(own)),
                 block_keys=job.keys.block_keys,
                 invoked_at=job.keys.invoked_at,
             )

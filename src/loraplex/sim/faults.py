@@ -18,7 +18,7 @@ from typing import Final
 from loraplex.core.layout import KvShape
 from loraplex.engine.sizes import EngineLimits
 from loraplex.identity.canonical import digest
-from loraplex.schedule.policy import POLICIES
+from loraplex.schedule.policy import POLICIES, Policy
 from loraplex.schedule.select import MixedBound
 from loraplex.sim.device import CopyFate, Costs, Faults
 
@@ -97,6 +97,7 @@ class Setup:
     """What a seed draws. aliases: adapters by name. small_share: those that take a block of a slab page.
     arrivals: requests a tick. cap: live requests at most. tenants: who asks. alike: requests whose prompt
     begins as others' do, or goes on where one ended. activated: adapters that act from an invocation on.
+    bounded: requests that bound what their answers are made of.
     zipf: exponent of the popularity of names, 0 for a square. urgent: requests with a priority or a deadline.
     """
 
@@ -120,6 +121,7 @@ class Setup:
     activated: float = 0.0
     zipf: float = 0.0
     urgent: float = 0.0
+    bounded: float = 0.0
 
     def record(self) -> dict[str, object]:
         """The setup as plain values."""
@@ -142,6 +144,7 @@ class Setup:
             "activated": self.activated,
             "policy": limits.policy.name,
             "urgent": self.urgent,
+            "bounded": self.bounded,
             "arrivals_per_tick": self.arrivals,
             "ranking": limits.ranking,
             "operations": sorted(kind.value for kind in self.operations),
@@ -159,7 +162,8 @@ def draw_setup(
     """The machine, load and fault kinds of a seed. depth, faults: instead of drawn ones.
 
     cached: whether prefixes are; without it there are no tenants, no prompts alike, no activated adapters and
-    nothing urgent either, and who comes first is served first.
+    nothing urgent either, and who comes first is served first. Where it is given, no answer is bounded: such
+    timelines are older than that.
     """
     rng = Random(f"{seed}/setup")
     page_tokens = rng.choice([1, 2, 4, 8])
@@ -193,20 +197,8 @@ def draw_setup(
     prefix = Random(f"{seed}/prefix")
     on = prefix.random() < 0.8 if cached is None else cached
     if on:
-        shared = frozenset(prefix.choice([(), ("t0", "t1")]))
-        floor = prefix.choice([0, 0, pages // 3])
-        limits = replace(
-            limits,
-            prefix_cache=True,
-            base_abi=BASE,
-            cache_abi=CACHE,
-            prefix_floor=floor,
-            shared_tenants=shared,
-            prefill_tokens_per_s=prefix.choice([1_000, 1_000_000]),
-        )
-    drawn = Random(f"{seed}/policy")
-    policy = drawn.choice(list(POLICIES.values())) if on else POLICIES["fcfs"]
-    limits = replace(limits, policy=replace(policy, bound=drawn.choice([policy.bound, 8])))
+        limits = _with_prefixes(limits, prefix)
+    limits = replace(limits, policy=_drawn_policy(seed, on))
     step_ns = 100_000
     costs = Costs(step_ns, 2_000, rng.choice([0, 20_000, 300_000]), rng.choice([1_000, 50_000, 400_000]))
     return Setup(
@@ -228,8 +220,31 @@ def draw_setup(
         tenants=prefix.choice([1, 3]) if on else 1,
         alike=prefix.choice([0.3, 0.8, 0.95]) if on else 0.0,
         activated=prefix.choice([0.0, 0.4]) if on else 0.0,
-        urgent=drawn.choice([0.0, 0.3]) if on else 0.0,
+        urgent=Random(f"{seed}/urgency").choice([0.0, 0.3]) if on else 0.0,
+        bounded=Random(f"{seed}/bounded").choice([0.0, 0.2, 0.6]) if cached is None else 0.0,
     )
+
+
+def _with_prefixes(limits: EngineLimits, rng: Random) -> EngineLimits:
+    """Prefixes are cached."""
+    shared = frozenset(rng.choice([(), ("t0", "t1")]))
+    floor = rng.choice([0, 0, (limits.num_pages - 1) // 3])
+    return replace(
+        limits,
+        prefix_cache=True,
+        base_abi=BASE,
+        cache_abi=CACHE,
+        prefix_floor=floor,
+        shared_tenants=shared,
+        prefill_tokens_per_s=rng.choice([1_000, 1_000_000]),
+    )
+
+
+def _drawn_policy(seed: int, on: bool) -> Policy:
+    """A policy, with the bound that it states or a short one."""
+    rng = Random(f"{seed}/policy")
+    policy = rng.choice(list(POLICIES.values())) if on else POLICIES["fcfs"]
+    return replace(policy, bound=rng.choice([policy.bound, 8]))
 
 
 class Injector:
