@@ -197,17 +197,7 @@ def draw_setup(
     prefix = Random(f"{seed}/prefix")
     on = prefix.random() < 0.8 if cached is None else cached
     if on:
-        shared = frozenset(prefix.choice([(), ("t0", "t1")]))
-        floor = prefix.choice([0, 0, pages // 3])
-        limits = replace(
-            limits,
-            prefix_cache=True,
-            base_abi=BASE,
-            cache_abi=CACHE,
-            prefix_floor=floor,
-            shared_tenants=shared,
-            prefill_tokens_per_s=prefix.choice([1_000, 1_000_000]),
-        )
+        limits = _with_prefixes(limits, prefix)
     limits = replace(limits, policy=_drawn_policy(seed, on))
     step_ns = 100_000
     costs = Costs(step_ns, 2_000, rng.choice([0, 20_000, 300_000]), rng.choice([1_000, 50_000, 400_000]))
@@ -232,6 +222,21 @@ def draw_setup(
         activated=prefix.choice([0.0, 0.4]) if on else 0.0,
         urgent=Random(f"{seed}/urgency").choice([0.0, 0.3]) if on else 0.0,
         bounded=Random(f"{seed}/bounded").choice([0.0, 0.2, 0.6]) if cached is None else 0.0,
+    )
+
+
+def _with_prefixes(limits: EngineLimits, rng: Random) -> EngineLimits:
+    """Prefixes are cached."""
+    shared = frozenset(rng.choice([(), ("t0", "t1")]))
+    floor = rng.choice([0, 0, (limits.num_pages - 1) // 3])
+    return replace(
+        limits,
+        prefix_cache=True,
+        base_abi=BASE,
+        cache_abi=CACHE,
+        prefix_floor=floor,
+        shared_tenants=shared,
+        prefill_tokens_per_s=rng.choice([1_000, 1_000_000]),
     )
 
 
