@@ -15,7 +15,7 @@ import pytest
 from tests.server.rig import Front, run
 from tests.text.tools.tool_cases import HERMES_TEMPLATE
 
-from loraplex.server.neutral import NO_EFFECT, Unsupported
+from loraplex.core.neutral import NO_EFFECT, Unsupported
 from loraplex.server.openapi import BODIES
 from loraplex.server.wire import GenerationFields
 from loraplex.text.chat_template import ChatTemplate

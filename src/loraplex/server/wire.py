@@ -17,10 +17,10 @@ import msgspec
 from loraplex.catalog.records import TextWord
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.limits import DEFAULT_LISTED, MAX_LISTED
+from loraplex.core.neutral import ABSENT, NO_EFFECT, Unsupported, refuse_unsupported
 from loraplex.server.body_size import check_body
-from loraplex.server.chat_wire import ChatMessage, FunctionTool, Role, ToolChoiceField, check_messages
-from loraplex.server.neutral import ABSENT, NO_EFFECT, Unsupported, refuse_unsupported
 from loraplex.server.structured_wire import StructuredOutputs
+from loraplex.text.conversation import ChatMessage, FunctionTool, Role, ToolChoiceField, check_messages
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -25,7 +25,6 @@ from loraplex.server.answers import (
     ChatLogprobs,
     event,
 )
-from loraplex.server.chat_wire import read_choice, read_tools, template_messages, texts_of
 from loraplex.server.generation.generate import (
     Generation,
     ServedModel,
@@ -42,6 +41,7 @@ from loraplex.server.routing import Call, require_fitting
 from loraplex.server.wire import ChatRequest, TokenizeRequest
 from loraplex.text.assembly import Piece
 from loraplex.text.codec import SHORT_TEXT_CHARS, TextCodec
+from loraplex.text.conversation import read_choice, read_tools, template_messages, texts_of
 from loraplex.text.engine_sampling import check_sampling
 from loraplex.text.tools.tool_types import Message, ToolChoice, joined
 from loraplex.text.tools.tool_use import ToolUse, use_of

@@ -1,6 +1,6 @@
-"""Messages and tools of a chat request, decoded strictly, and as chat templates read them.
+"""Messages and tools of a conversation, decoded strictly, and as chat templates read them.
 
-Owns what a message may hold by its role. Specification: interface "HTTP".
+Owns what a message may hold by its role, for the server and for `LLM`. Specification: interface "HTTP".
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
-from loraplex.server.neutral import ABSENT, NO_EFFECT, Unsupported, refuse_unsupported
+from loraplex.core.neutral import ABSENT, NO_EFFECT, Unsupported, refuse_unsupported
 from loraplex.text.tools.tool_types import Tool, ToolChoice
 from loraplex.text.tools.tool_use import tool_of
 
