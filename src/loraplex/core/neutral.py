@@ -35,6 +35,7 @@ wish that holds anyway. A test finds every other field that nobody reads.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "annotations": ([],),
     "audio": ({},),
+    "background": (False,),
     "function_call": ({}, "none"),
     "functions": ([],),
     "is_3d_lora_weight": (False,),
@@ -42,18 +43,27 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "metadata": ({},),
     "min_tokens": (0,),
     "modalities": (["text"],),
-    "reasoning": ("",),
+    "reasoning": ("", {}, {"effort": "none"}),
     "reasoning_content": ("",),
     "refusal": ("",),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
+    "truncation": ("disabled",),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
     "allowed_token_ids": ([],),
     "bad_words": ([],),
     "early_stopping": (False,),
 }
 """Values of a field, besides null, that ask for nothing; of a field that is not listed there are none."""
+REASONS: Final[Mapping[str, str]] = {
+    "background": "an answer comes on the connection that asks for it",
+    "conversation": "no conversation is stored; send it whole as input",
+    "previous_response_id": "no answer is stored; send the conversation whole as input",
+    "prompt": "no prompt is stored; send it as instructions and input",
+}
+"""Why a field is not carried out, where its caller may wonder."""
 _SHORT_BYTES: Final = 64
 
 
@@ -64,9 +74,10 @@ def refuse_unsupported(value: msgspec.Struct, prefix: str = "") -> None:
     for name in _unsupported(type(value)):
         given = getattr(value, name)
         if given is not UNSET and not _asks_for_nothing(name, bytes(given)):
+            reason = f": {REASONS[name]}" if name in REASONS else ""
             raise CallerError(
                 ErrorCode.UNSUPPORTED_OPTION,
-                f"{prefix}{name} is not supported by this server; leave it out",
+                f"{prefix}{name} is not supported by this server{reason}; leave it out",
                 param=prefix + name,
             )
 
@@ -75,7 +86,14 @@ def _asks_for_nothing(name: str, raw: bytes) -> bool:
     if raw == b"null":
         return True
     neutral = NEUTRAL.get(name, ())
-    return bool(neutral) and len(raw) <= _SHORT_BYTES and msgspec.json.decode(raw) in neutral
+    return bool(neutral) and len(raw) <= _SHORT_BYTES and _given(msgspec.json.decode(raw)) in neutral
+
+
+def _given(value: Any) -> Any:
+    """A value without the fields that are null in it."""
+    if not isinstance(value, dict):
+        return value
+    return {name: held for name, held in value.items() if held is not None}
 
 
 @functools.cache

@@ -12,10 +12,11 @@ import msgspec
 from msgspec import UNSET
 
 from loraplex.core import limits
-from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.messages import TokenLogprobs
 from loraplex.core.request import SamplingParams
 from loraplex.server.answers import (
+    DONE,
     AssistantMessage,
     CalledFunction,
     CallPart,
@@ -24,6 +25,7 @@ from loraplex.server.answers import (
     ChatDelta,
     ChatLogprobs,
     event,
+    failure,
 )
 from loraplex.server.generation.generate import (
     Generation,
@@ -37,7 +39,7 @@ from loraplex.server.generation.generate import (
 from loraplex.server.generation.logprobs import chat_logprobs
 from loraplex.server.generation.sampling_fields import sampling_params
 from loraplex.server.generation.serving import About, Prepared, serve
-from loraplex.server.routing import Call, require_fitting
+from loraplex.server.routing import Call, read_body, require_fitting
 from loraplex.server.wire import ChatRequest, TokenizeRequest
 from loraplex.text.assembly import Piece
 from loraplex.text.codec import SHORT_TEXT_CHARS, TextCodec
@@ -55,9 +57,12 @@ async def chat_completions(call: Call) -> None:
 class Chat:
     """`serving.Endpoint` of conversations."""
 
-    prefix = "chatcmpl"
-    body = ChatRequest
+    prefix = "chatcmpl-"
     param = "messages"
+
+    async def read(self, call: Call) -> ChatRequest:
+        """The body."""
+        return await read_body(call, ChatRequest)
 
     async def prepare(self, call: Call, request: ChatRequest, model: ServedModel) -> Prepared:
         """The conversation through the model's template."""
@@ -238,12 +243,15 @@ class ChatRendering:
     def closing(self) -> bytes:
         """Token counts, where they were asked for."""
         if not self._about.wants_usage:
-            return b""
-        return event(
-            ChatCompletion(
-                object="chat.completion.chunk", **self._about.fields([]), usage=self._generation.usage()
-            )
+            return DONE
+        counts = ChatCompletion(
+            object="chat.completion.chunk", **self._about.fields([]), usage=self._generation.usage()
         )
+        return event(counts) + DONE
+
+    def failed(self, error: LoraplexError) -> bytes:
+        """The error."""
+        return failure(error)
 
     def whole(self, parts: dict[int, list[Piece]]) -> msgspec.Struct:
         """The answer with its messages."""
