@@ -173,7 +173,9 @@ def test_calls_are_items_and_go_back_in_with_their_results(tmp_path: Path) -> No
             },
         ]
         first: Any = {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}
-        for output in (answer.output, [item.to_dict() for item in answer.output]):
+        read: Any = [item.to_dict() for item in answer.output]
+        read[0]["content"][0]["parsed"] = read[1]["parsed_arguments"] = {"city": "Oslo"}
+        for output in (answer.output, read):
             again: Any = [first, {"type": "reasoning", "id": "rs", "summary": []}, *output, *results]
             final = await front.openai.responses.create(model=BASE, input=again, tools=TOOLS)
             assert final.output_text == "Rain."

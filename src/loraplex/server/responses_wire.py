@@ -57,14 +57,15 @@ Include = Literal[
 class ItemPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a message or of a function's output; text is the only kind that the models read.
 
-    logprobs: of an earlier answer, which its text does not need. prompt_cache_breakpoint: that a prefix may be
-    cached; every one is.
+    logprobs, parsed: of an earlier answer; its text says all that the model reads. prompt_cache_breakpoint:
+    that a prefix may be cached; every one is.
     """
 
     type: Literal["input_text", "output_text"]
     text: str
     annotations: Unsupported = ABSENT
     logprobs: list[Any] | None = None
+    parsed: Any = None
     prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
@@ -72,8 +73,8 @@ class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """A message (also without a type), a call that an earlier answer made, what its function returned, or the
     reasoning of an earlier answer, which must be empty.
 
-    id, status: of an item of an earlier answer. summary, encrypted_content: of reasoning. phase: which part of
-    an answer a message was.
+    id, status: of an item of an earlier answer. parsed_arguments: as a client read them, which says nothing
+    more. summary, encrypted_content: of reasoning. phase: which part of an answer a message was.
     """
 
     type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = (
@@ -86,6 +87,7 @@ class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    parsed_arguments: Any = None
     output: str | list[ItemPart] | None = None
     summary: list[Any] | None = None
     encrypted_content: str | None = None
