@@ -22,21 +22,19 @@ class OutputText(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprob] = []
 
 
-class OutputMessage(msgspec.Struct, frozen=True, kw_only=True):
+class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
     """What is said."""
 
     id: str
-    type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     status: Status
     content: list[OutputText]
 
 
-class OutputCall(msgspec.Struct, frozen=True, kw_only=True):
+class OutputCall(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
     """A call. call_id: what its result names. arguments: JSON text, cut off where the answer was."""
 
     id: str
-    type: Literal["function_call"] = "function_call"
     status: Status
     call_id: str
     name: str
