@@ -27,6 +27,11 @@ Unsupported = Annotated[
 ]
 """A field that a peer's interface knows and this server does not carry out. Decoded only where it is short.
 """
+Unread = Annotated[
+    msgspec.Raw,
+    msgspec.Meta(extra_json_schema={"description": "says nothing that other fields do not; never read"}),
+]
+"""A field that clients send along with what they repeat. It stays bytes, however much it holds."""
 ABSENT: Final[Any] = UNSET
 NO_EFFECT: Final = msgspec.Meta(extra={"effect": "none"})
 """Marks a field of any type that is accepted and changes nothing: a name for the caller's own books, or a
@@ -36,6 +41,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "annotations": ([],),
     "audio": ({},),
     "background": (False,),
+    "encrypted_content": ("",),
     "function_call": ({}, "none"),
     "functions": ([],),
     "is_3d_lora_weight": (False,),
@@ -49,6 +55,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
+    "summary": ([],),
     "truncation": ("disabled",),
     "use_beam_search": (False,),
     "verbosity": ("medium",),

@@ -14,7 +14,7 @@ import msgspec
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
-from loraplex.core.neutral import ABSENT, Unsupported, refuse_unsupported
+from loraplex.core.neutral import ABSENT, Unread, Unsupported, refuse_unsupported
 from loraplex.server.wire import (
     ChatRequest,
     JsonObjectFormat,
@@ -64,9 +64,9 @@ class ItemPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["input_text", "output_text"]
     text: str
     annotations: Unsupported = ABSENT
-    logprobs: list[Any] | None = None
-    parsed: Any = None
-    prompt_cache_breakpoint: dict[str, Any] | None = None
+    logprobs: Unread = ABSENT
+    parsed: Unread = ABSENT
+    prompt_cache_breakpoint: Unread = ABSENT
 
 
 class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -87,10 +87,10 @@ class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    parsed_arguments: Any = None
+    parsed_arguments: Unread = ABSENT
     output: str | list[ItemPart] | None = None
-    summary: list[Any] | None = None
-    encrypted_content: str | None = None
+    summary: Unsupported = ABSENT
+    encrypted_content: Unsupported = ABSENT
     phase: Literal["commentary", "final_answer"] | None = None
     caller: Unsupported = ABSENT
     namespace: Unsupported = ABSENT
@@ -281,7 +281,7 @@ class AsChat:
                 case "function_call_output":
                     self._add(_result(item, place), index)
                 case "reasoning":
-                    if item.summary or item.content or item.encrypted_content:
+                    if item.content:
                         raise _refused(place, "is reasoning, which the models here do not read; leave it out")
                 case "item_reference":
                     raise _refused(

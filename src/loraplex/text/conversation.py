@@ -12,7 +12,7 @@ import msgspec
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
-from loraplex.core.neutral import ABSENT, NO_EFFECT, Unsupported, refuse_unsupported
+from loraplex.core.neutral import ABSENT, NO_EFFECT, Unread, Unsupported, refuse_unsupported
 from loraplex.text.tools.tool_types import Tool, ToolChoice
 from loraplex.text.tools.tool_use import tool_of
 
@@ -27,7 +27,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["text"]
     text: str
-    cache_control: Annotated[dict[str, Any] | None, NO_EFFECT] = None
+    cache_control: Unread = ABSENT
 
 
 class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     arguments: str
-    parsed_arguments: Any = None
+    parsed_arguments: Unread = ABSENT
 
 
 class EarlierCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,7 +63,7 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     annotations: Unsupported = ABSENT
     audio: Unsupported = ABSENT
     function_call: Unsupported = ABSENT
-    parsed: Any = None
+    parsed: Unread = ABSENT
     reasoning: Unsupported = ABSENT
     reasoning_content: Unsupported = ABSENT
 
