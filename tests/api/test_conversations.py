@@ -40,12 +40,14 @@ def test_messages_are_those_of_a_body() -> None:
 @pytest.mark.parametrize(
     ("given", "param"),
     [
-        (None, "messages"), ("hello", "messages"), ([], "messages"), ([[]], "messages"), ({"role": "user"}, "messages"),
+        (None, "messages"), ("hello", "messages"), ([], "messages"), ([[]], "messages"), ({"role": "user"},
+         "messages"),
         ([{"role": "user"}], "messages[0].content"), ([{**HELLO, "role": "poet"}], "messages[0].role"),
         ([{**HELLO, "content": 5}], "messages[0].content"), ([{**HELLO, "more": 1}], "messages[0]"),
         ([HELLO, {**HELLO, "content": b"x"}], "messages"), ([SimpleNamespace()], "messages"),
         ([{**HELLO, "content": "\ud800"}], "messages"), ([{**HELLO, "refusal": "no"}], "messages[0].refusal"),
-        ([HELLO, {"role": "assistant", "tool_calls": [{**CALLED, "function": {"name": "f", "arguments": "{"}}]}],
+        ([HELLO, {"role": "assistant", "tool_calls": [{**CALLED, "function": {"name": "f",
+         "arguments": "{"}}]}],
          "messages[1].tool_calls[0].function.arguments"),
     ],
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Real clients against a real server with the tool-calling demo adapter, each in an environment of its own.
 
-A test installs its client at the versions of `pins.toml` and runs its program, which checks what it gets. It is
-skipped where nothing can be installed.
+A test installs its client at the versions of `pins.toml` and runs its program, which checks what it gets. It
+is skipped where nothing can be installed.
 """
 
 from __future__ import annotations

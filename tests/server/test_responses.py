@@ -1,4 +1,4 @@
-"""POST /v1/responses: the same generation as chat in items and events, through the `openai` client and raw."""
+"""POST /v1/responses: chat's generation in items and events, through the `openai` client and raw."""
 
 from __future__ import annotations
 
@@ -333,11 +333,14 @@ def test_parameters_reach_the_engine_and_the_answer(tmp_path: Path) -> None:
 
 
 NOTHING: list[dict[str, Any]] = [
-    {"store": True}, {"store": False}, {"background": False}, {"truncation": "disabled"}, {"service_tier": "auto"},
+    {"store": True}, {"store": False}, {"background": False}, {"truncation": "disabled"},
+    {"service_tier": "auto"},
     {"reasoning": {}}, {"reasoning": {"effort": None, "summary": None}}, {"reasoning": {"effort": "none"}},
     {"previous_response_id": None, "conversation": None, "prompt": None}, {"metadata": {}}, {"tools": []},
-    {"tool_choice": "auto"}, {"include": []}, {"stream": True, "stream_options": {"include_obfuscation": False}},
-    {"input": [{"role": "user", "content": "hello"}]}, {"input": [{"type": "message", "role": "user", "content": "hello"}]},
+    {"tool_choice": "auto"}, {"include": []},
+    {"stream": True, "stream_options": {"include_obfuscation": False}},
+    {"input": [{"role": "user", "content": "hello"}]},
+    {"input": [{"type": "message", "role": "user", "content": "hello"}]},
     {"input": [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}]}, {"text": None},
     {"prompt_cache_key": "k", "safety_identifier": "s"},
 ]  # fmt: skip
@@ -375,6 +378,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[int, str], str]] = [
     ({"truncation": "auto"}, OPTION, "truncation"),
     ({"service_tier": "flex"}, OPTION, "service_tier"),
     ({"text": {"verbosity": "low"}}, OPTION, "text.verbosity"),
+    ({"stream_options": {}}, BAD, "stream_options"),
     ({"more": 1}, BAD, "more"),
     ({"n": 2}, BAD, "n"),
     ({"input": []}, (400, "empty_prompt"), "input"),
@@ -386,7 +390,8 @@ REFUSED: list[tuple[dict[str, Any], tuple[int, str], str]] = [
     ({"top_logprobs": 21}, (400, "invalid_sampling"), "top_logprobs"),
     ({"top_logprobs": 1, **tool()}, OPTION, "include"),
     ({"text": {"format": {"type": "x"}}}, BAD, "text.format.type"),
-    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}}, SCHEMA, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}},
+     SCHEMA, "text.format"),
     (tool(name="a b"), BAD, "tools[0].name"),
     (tool(parameters={"properties": {"a": {"not": {}}}}), SCHEMA, "tools[0].parameters"),
     (tool(defer_loading=True), OPTION, "tools[0].defer_loading"),
@@ -395,12 +400,15 @@ REFUSED: list[tuple[dict[str, Any], tuple[int, str], str]] = [
     (items({"type": "reasoning", "content": [{"type": "output_text", "text": "hm"}]}), OPTION, "input[1]"),
     (items({"type": "item_reference", "id": "msg_1"}), OPTION, "input[1]"),
     (items({"type": "web_search_call", "id": "w"}), BAD, "input[1].type"),
-    (items({"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}), OPTION, "input[1].summary"),
-    (items({"type": "reasoning", "summary": [], "encrypted_content": "x"}), OPTION, "input[1].encrypted_content"),
+    (items({"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}),
+     OPTION, "input[1].summary"),
+    (items({"type": "reasoning", "summary": [], "encrypted_content": "x"}),
+     OPTION, "input[1].encrypted_content"),
     (items({"role": "user"}), BAD, "input[1].content"),
     (items({"content": "x"}), BAD, "input[1].role"),
     (items({"role": "tool", "content": "x"}), BAD, "input[1].role"),
-    (items({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}), BAD, "input[1].content[0].type"),
+    (items({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}),
+     BAD, "input[1].content[0].type"),
     (items({"role": "user", "content": [{"type": "input_text", "text": "x", "annotations": [1]}]}), OPTION,
      "input[1].content[0].annotations"),
     (items({**USED, "arguments": "{"}), BAD, "input[1].arguments"),

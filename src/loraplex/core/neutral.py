@@ -27,16 +27,17 @@ Unsupported = Annotated[
 ]
 """A field that a peer's interface knows and this server does not carry out. Decoded only where it is short.
 """
-Unread = Annotated[
-    msgspec.Raw,
-    msgspec.Meta(extra_json_schema={"description": "says nothing that other fields do not; never read"}),
-]
-"""A field that clients send along with what they repeat. It stays bytes, however much it holds."""
 ABSENT: Final[Any] = UNSET
 NO_EFFECT: Final = msgspec.Meta(extra={"effect": "none"})
 """Marks a field of any type that is accepted and changes nothing: a name for the caller's own books, or a
 wish that holds anyway. A test finds every other field that nobody reads.
 """
+Unread = Annotated[
+    msgspec.Raw,
+    NO_EFFECT,
+    msgspec.Meta(extra_json_schema={"description": "says nothing that other fields do not; never read"}),
+]
+"""A field that clients send along with what they repeat. It stays bytes, however much it holds."""
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "annotations": ([],),
     "audio": ({},),

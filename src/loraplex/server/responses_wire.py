@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
-from loraplex.core.neutral import ABSENT, Unread, Unsupported, refuse_unsupported
+from loraplex.core.neutral import ABSENT, NO_EFFECT, Unread, Unsupported, refuse_unsupported
 from loraplex.server.wire import (
     ChatRequest,
     JsonObjectFormat,
@@ -61,7 +61,7 @@ class ItemPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     that a prefix may be cached; every one is.
     """
 
-    type: Literal["input_text", "output_text"]
+    type: Annotated[Literal["input_text", "output_text"], NO_EFFECT]
     text: str
     annotations: Unsupported = ABSENT
     logprobs: Unread = ABSENT
@@ -80,8 +80,8 @@ class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = (
         "message"
     )
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    id: Annotated[str | None, NO_EFFECT] = None
+    status: Annotated[Literal["in_progress", "completed", "incomplete"] | None, NO_EFFECT] = None
     role: Role | None = None
     content: str | list[ItemPart] | None = None
     call_id: str | None = None
@@ -91,7 +91,7 @@ class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     output: str | list[ItemPart] | None = None
     summary: Unsupported = ABSENT
     encrypted_content: Unsupported = ABSENT
-    phase: Literal["commentary", "final_answer"] | None = None
+    phase: Annotated[Literal["commentary", "final_answer"] | None, NO_EFFECT] = None
     caller: Unsupported = ABSENT
     namespace: Unsupported = ABSENT
 
@@ -139,7 +139,7 @@ class TextConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ResponseStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """include_obfuscation: as in `wire.StreamOptions`."""
 
-    include_obfuscation: bool | None = None
+    include_obfuscation: Annotated[bool | None, NO_EFFECT] = None
 
 
 class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -160,7 +160,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    store: bool | None = None
+    store: Annotated[bool | None, NO_EFFECT] = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     temperature: float | None = None
@@ -202,8 +202,8 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 _SAME_NAME: Final = (
     "model", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "stream", "temperature", "top_p",
-    "user", "seed", "stop", "top_k", "min_p", "repetition_penalty", "ignore_eos", "priority", "ttft_deadline_ms",
-    "alora_fallback",
+    "user", "seed", "stop", "top_k", "min_p", "repetition_penalty", "ignore_eos", "priority",
+    "ttft_deadline_ms", "alora_fallback",
 )  # fmt: skip
 
 
@@ -224,6 +224,8 @@ class AsChat:
             self._add(ChatMessage("system", request.instructions), None)
         self._read_input(request.input)
         _check_metadata(request.metadata)
+        if request.stream_options is not None and not request.stream:
+            raise _wrong("stream_options", "needs stream to be true")
         if request.wants_logprobs and request.tools:
             raise _refused("include", "asks for log probabilities beside tools; leave one of them out")
         self.chat = ChatRequest(

@@ -31,8 +31,8 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an earlier answer called. arguments: JSON text. parsed_arguments: as a client read them, which says
-    nothing more.
+    """What an earlier answer called. arguments: JSON text. parsed_arguments: as a client read them, which
+    says nothing more.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""LiteLLM by both of its names for such servers: calls that go back, streams, Responses, and its own errors."""
+"""LiteLLM by both of its names for such servers: calls that go back, streams, Responses, its errors."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""OpenAI's agents over both interfaces: a tool's result goes back, whole and streamed, and an answer has a type."""
+"""OpenAI's agents on both interfaces: a tool's result goes back, also streamed; an answer has a type."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""OpenAI's client for Python: chat and Responses with calls that go back, streams, and answers under a schema."""
+"""OpenAI's client for Python: chat and Responses with calls that go back, streams, answers under a schema."""
 
 import os
 from typing import Literal
