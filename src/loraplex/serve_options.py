@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from loraplex.core.tool_formats import TOOL_FORMATS
+
 ModelOption = Annotated[str | None, Parameter(help="Model folder or GGUF file.")]
 ListenOption = Annotated[str, Parameter(help="Address to listen on.")]
 PortOption = Annotated[int, Parameter(help="Port to listen on.")]
@@ -69,8 +71,8 @@ ToolFormatOption = Annotated[
     tuple[str, ...],
     Parameter(
         negative="",
-        help="hermes, llama3, mistral or json: how calls of tools are written, in place of what the chat "
-        "template shows; ALIAS=FORMAT for one adapter.",
+        help=f"{', '.join(TOOL_FORMATS[:-1])} or {TOOL_FORMATS[-1]}: how calls of tools are written, in "
+        "place of what the chat template shows; ALIAS=FORMAT for one adapter.",
     ),
 ]
 DemoOption = Annotated[bool, Parameter(negative="", help="Serve the demo model, SmolLM2-135M-Instruct.")]

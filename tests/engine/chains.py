@@ -51,7 +51,7 @@ class Chains:
     stuck: bool = False
     opened: list[Chain] = field(default_factory=list)
 
-    def open(self, grammar: str) -> Constraint | None:
+    def open(self, grammar: str, own_ends: Sequence[int] = ()) -> Constraint | None:
         if self.late:
             self.late -= 1
             return None

@@ -200,6 +200,7 @@ RESULTS: list[tuple[str, Any]] = [
     ("logprob_indptr", lambda r: np.append(r.logprob_indptr, r.logprob_indptr[-1:])),
     ("prompt_logprob_indptr", lambda r: np.zeros(2, dtype=np.int32)),
     ("prompt_logprob_indptr", lambda r: np.zeros(0, dtype=np.int32)),
+    ("prompt_logprob_ranks", lambda r: np.zeros(1, dtype=np.int32)),
 ]
 
 

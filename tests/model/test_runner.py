@@ -96,6 +96,8 @@ def test_log_probabilities_are_those_of_the_raw_logits(model: Decoder) -> None:
         assert result.prompt_logprob_ids[part].tolist() == [a.prompt[position + 1], *top.indices.tolist()]
         want = [float(scores[position, a.prompt[position + 1]]), *top.values.tolist()]
         np.testing.assert_allclose(bits_float(result.prompt_logprob_values)[part], want, atol=1e-4)
+        better = int((scores[position] > want[0]).sum())
+        assert abs(int(result.prompt_logprob_ranks[position]) - (better + 1)) <= 1
 
 
 def test_a_plan_without_rows_is_a_step(model: Decoder) -> None:

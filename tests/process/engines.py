@@ -110,6 +110,7 @@ class ScoringDevice(VirtualDevice):
             prompt_logprob_indptr=prompt_indptr,
             prompt_logprob_ids=prompt_ids,
             prompt_logprob_values=prompt_values,
+            prompt_logprob_ranks=np.ones(len(plan.prompt_logprobs), dtype=np.int32),
         )
 
 

@@ -304,6 +304,9 @@ class Front:
             "/v1/chat/completions", json={"model": BASE, "messages": messages, **body}
         )
 
+    async def respond(self, **body: Any) -> httpx.Response:
+        return await self.http.post("/v1/responses", json={"model": BASE, "input": "hello", **body})
+
     async def events(self, path: str, **body: Any) -> list[Any]:
         """Decoded events of a stream, without the closing [DONE]."""
         response = await self.http.post(path, json={"model": BASE, "stream": True, **body})

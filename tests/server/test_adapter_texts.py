@@ -65,6 +65,23 @@ def test_each_revision_has_the_text_of_its_own_files(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
+def test_an_own_end_token_ends_a_structured_answer_and_waits_for_the_first_tokens(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        await put(front, "own", adapter(front, "first", OWN, [END]))
+        for model, own in ((BASE, ()), ("own", (END,))):
+            front.engine.sent.clear()
+            body = {"max_tokens": 5, "min_tokens": 2, "guided_regex": "[a-z]+"}
+            assert (await front.chat(model=model, **body)).status_code == 200
+            (submit,) = front.engine.of(Submit)
+            assert submit.own_ends == own
+            assert submit.sampling.late_token_ids == (1, 2, *own)
+        front.engine.sent.clear()
+        await front.chat(model="own")
+        assert front.engine.of(Submit)[0].own_ends == ()
+
+    run(tmp_path, test)
+
+
 def test_the_bases_text_is_used_by_choice_and_by_the_servers_default(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
         base = await asked(front, BASE)

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from pydantic import BaseModel
@@ -52,13 +51,9 @@ def prompt(front: Front) -> str:
     return front.codec.decode(list(memoryview(submitted(front).prompt).cast("i")), skip_special=False)
 
 
-async def ask(front: Front, **body: Any) -> httpx.Response:
-    return await front.http.post(PATH, json={"model": BASE, "input": "hello", **body})
-
-
 async def events(front: Front, **body: Any) -> list[dict[str, Any]]:
     """A stream's events, each under its own name and numbered, with no end mark."""
-    response = await ask(front, stream=True, **body)
+    response = await front.respond(stream=True, **body)
     assert response.status_code == 200, response.text
     found = []
     for text in response.text.split("\n\n")[:-1]:
@@ -116,7 +111,7 @@ def test_a_stream_tells_of_items_parts_and_the_whole(tmp_path: Path) -> None:
         begun, whole = found[0]["response"], found[-1]["response"]
         assert (begun["status"], begun["output"], begun["usage"]) == ("in_progress", [], None)
         assert (whole["status"], whole["output"]) == ("completed", [found[-2]["item"]])
-        once = (await ask(front, instructions="Be brief.", metadata={"a": "b"})).json()
+        once = (await front.respond(instructions="Be brief.", metadata={"a": "b"})).json()
         assert once["metadata"] == {"a": "b"}
 
         def lasting(response: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +212,7 @@ def test_calls_are_items_and_go_back_in_with_their_results(tmp_path: Path) -> No
 def test_the_choice_of_tools_is_chat_s(tmp_path: Path, choice: Any, same: Any) -> None:
     async def test(front: Front) -> None:
         front.say(CLOCKS)
-        answer = await ask(front, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+        answer = await front.respond(tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
         grammar = submitted(front).grammar
         assert (answer.json()["tool_choice"], answer.json()["parallel_tool_calls"]) == (choice, False)
         tools = [WEATHER.as_template(), CLOCK.as_template()]
@@ -240,7 +235,7 @@ def test_an_answer_is_held_to_a_format(tmp_path: Path) -> None:
         assert parsed.output_parsed == Thing(a=1)
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
         form = {"type": "json_schema", "name": "n", "schema": schema}
-        answer = (await ask(front, text={"format": form, "verbosity": "medium"})).json()
+        answer = (await front.respond(text={"format": form, "verbosity": "medium"})).json()
         assert answer["text"]["format"]["schema"] == schema
         held = submitted(front).grammar
         await front.chat(
@@ -248,9 +243,9 @@ def test_an_answer_is_held_to_a_format(tmp_path: Path) -> None:
         )
         assert submitted(front).grammar == held is not None
         for free in ({}, {"format": None}, {"format": {"type": "text"}}):
-            assert (await ask(front, text=free)).status_code == 200
+            assert (await front.respond(text=free)).status_code == 200
             assert submitted(front).grammar is None
-        assert (await ask(front, text={"format": {"type": "json_object"}})).status_code == 200
+        assert (await front.respond(text={"format": {"type": "json_object"}})).status_code == 200
         assert "object" in (submitted(front).grammar or "")
 
     run(tmp_path, test)
@@ -259,7 +254,7 @@ def test_an_answer_is_held_to_a_format(tmp_path: Path) -> None:
 def test_an_answer_that_is_cut_off_is_incomplete(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
         front.say("Hi there.")
-        answer = (await ask(front, max_output_tokens=2)).json()
+        answer = (await front.respond(max_output_tokens=2)).json()
         assert (answer["status"], answer["incomplete_details"]) == (
             "incomplete",
             {"reason": "max_output_tokens"},
@@ -269,7 +264,7 @@ def test_an_answer_that_is_cut_off_is_incomplete(tmp_path: Path) -> None:
         assert told(found)[-2:] == ["output_item.done", "incomplete"]
         assert found[-1]["response"]["output"][0]["content"][0]["text"] == "Hi"
         front.say("")
-        empty = (await ask(front)).json()
+        empty = (await front.respond()).json()
         assert (empty["status"], empty["output"][0]["content"][0]["text"]) == ("completed", "")
 
     run(tmp_path, test)
@@ -279,7 +274,7 @@ def test_a_call_that_is_cut_off_is_incomplete(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
         front.say(CALL)
         limit = len(front.ids(CALL[: CALL.index("Os") + 2]))
-        (call,) = (await ask(front, tools=TOOLS, max_output_tokens=limit)).json()["output"]
+        (call,) = (await front.respond(tools=TOOLS, max_output_tokens=limit)).json()["output"]
         assert (call["status"], call["arguments"]) == ("incomplete", '{"city": "Os')
 
     serve(tmp_path, test)
@@ -295,7 +290,7 @@ def test_a_failure_within_a_stream_is_its_last_event(tmp_path: Path) -> None:
         assert failed["response"]["error"] == {"code": "engine_died", "message": "the step failed"}
         front.engine.fail_after = None
         front.engine.queue_full = True
-        assert (await ask(front, stream=True)).status_code == 429
+        assert (await front.respond(stream=True)).status_code == 429
 
     run(tmp_path, test)
 
@@ -304,14 +299,14 @@ def test_log_probabilities_are_of_the_text(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
         front.say("Hi")
         include = ["message.output_text.logprobs", "reasoning.encrypted_content"]
-        text = (await ask(front, include=include, top_logprobs=2)).json()["output"][0]["content"][0]
+        text = (await front.respond(include=include, top_logprobs=2)).json()["output"][0]["content"][0]
         chat = (await front.chat(logprobs=True, top_logprobs=2)).json()["choices"][0]["logprobs"]
         assert text["logprobs"] == chat["content"]
         assert len(text["logprobs"][0]["top_logprobs"]) == 2
         found = await events(front, include=include)
         deltas = [event["logprobs"] for event in found if event["type"] == "response.output_text.delta"]
         assert [entry["token"] for entries in deltas for entry in entries] == ["H", "i"]
-        plain = (await ask(front)).json()["output"][0]["content"][0]
+        plain = (await front.respond()).json()["output"][0]["content"][0]
         assert plain["logprobs"] == []
 
     run(tmp_path, test)
@@ -319,7 +314,7 @@ def test_log_probabilities_are_of_the_text(tmp_path: Path) -> None:
 
 def test_parameters_reach_the_engine_and_the_answer(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
-        answer = (await ask(front, temperature=0.5, top_p=0.9, seed=7, user="u", max_tool_calls=3)).json()
+        answer = (await front.respond(temperature=0.5, top_p=0.9, seed=7, user="u", max_tool_calls=3)).json()
         sampling = submitted(front).sampling
         assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.9, 7)
         assert (answer["temperature"], answer["top_p"], answer["user"], answer["max_tool_calls"]) == (
@@ -348,10 +343,10 @@ NOTHING: list[dict[str, Any]] = [
 
 def test_what_asks_for_nothing_changes_nothing(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
-        plain = (await ask(front)).json()["output"][0]["content"]
+        plain = (await front.respond()).json()["output"][0]["content"]
         asked = prompt(front)
         for change in NOTHING:
-            answer = await ask(front, **change)
+            answer = await front.respond(**change)
             assert answer.status_code == 200, (change, answer.text)
             assert prompt(front) == asked
             if not change.get("stream"):
@@ -422,14 +417,14 @@ REFUSED: list[tuple[dict[str, Any], tuple[int, str], str]] = [
 def test_what_is_not_done_is_refused_by_name(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
         for change, (status, code), param in REFUSED:
-            refused = await ask(front, **change)
+            refused = await front.respond(**change)
             assert error_of(refused) == (status, code, param), (change, refused.text)
             message = refused.json()["error"]["message"]
             assert not {"messages[", "response_format", "max_completion_tokens", ".function."} & set(
                 message.split()
             )
         assert front.engine.of(Submit) == []
-        kept = (await ask(front, previous_response_id="resp_1")).json()["error"]["message"]
+        kept = (await front.respond(previous_response_id="resp_1")).json()["error"]["message"]
         assert "send the conversation whole" in kept
 
     serve(tmp_path, test)
@@ -458,6 +453,6 @@ def test_an_answer_is_an_adapter_s_with_its_record(tmp_path: Path) -> None:
             assert found.json()["model"] == "a@1"
         metrics = (await front.http.get("/metrics")).text
         assert 'endpoint="responses",outcome="ok"} 2' in metrics
-        assert error_of(await ask(front, model="nobody")) == (404, "model_not_found", "model")
+        assert error_of(await front.respond(model="nobody")) == (404, "model_not_found", "model")
 
     run(tmp_path, test)

@@ -10,7 +10,14 @@ import openai
 import pytest
 from pydantic import BaseModel
 from tests.server.rig import BASE, Front, error_of, run
-from tests.text.tools.tool_cases import CLOCK, HERMES_TEMPLATE, MISTRAL_TEMPLATE, WEATHER
+from tests.text.tools.tool_cases import (
+    ARGS_TEMPLATE,
+    CLOCK,
+    CODER_TEMPLATE,
+    HERMES_TEMPLATE,
+    MISTRAL_TEMPLATE,
+    WEATHER,
+)
 
 from loraplex.core import limits
 from loraplex.core.messages import Submit
@@ -116,6 +123,42 @@ def test_a_stream_gives_name_and_id_once_and_arguments_as_they_come(tmp_path: Pa
             assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["tool_calls"]
 
     serve(tmp_path, test)
+
+
+WRITTEN: list[tuple[str, str]] = [
+    (ARGS_TEMPLATE, f"So.[TOOL_CALLS]get_weather[ARGS]{OSLO}[TOOL_CALLS]clock[ARGS]{{}}"),
+    (
+        CODER_TEMPLATE,
+        (
+            "So.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
+            "\n<tool_call>\n<function=clock>\n</function>\n</tool_call>"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("template", "answer"), WRITTEN, ids=["mistral_args", "qwen3_coder"])
+def test_calls_in_the_form_that_the_template_writes_are_the_same(
+    tmp_path: Path, template: str, answer: str
+) -> None:
+    async def test(front: Front) -> None:
+        front.say(answer)
+        body: dict[str, Any] = {"messages": ASK, "tools": TOOLS, "max_tokens": 500}
+        choice = (await front.chat(**body)).json()["choices"][0]
+        events = await front.events("/v1/chat/completions", **body)
+        streamed = [part for e in events for c in e["choices"] for part in c["delta"].get("tool_calls", ())]
+        calls = [
+            (call["function"]["name"], call["function"]["arguments"])
+            for call in choice["message"]["tool_calls"]
+        ]
+        assert calls == [("get_weather", OSLO), ("clock", "{}")]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "So.")
+        for index, (name, arguments) in enumerate(calls):
+            parts = [part["function"] for part in streamed if part["index"] == index]
+            assert parts[0]["name"] == name
+            assert "".join(part["arguments"] for part in parts) == arguments
+
+    serve(tmp_path, test, template)
 
 
 class Clock(BaseModel):

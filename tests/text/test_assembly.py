@@ -54,9 +54,15 @@ def assemble(
     return piece, sample, told
 
 
-@given(st.lists(st.integers(0, len(IDS)), max_size=4), st.sampled_from([(), ("a-b",), ("\u00e9",), ("zz",)]))
-def test_an_answer_does_not_depend_on_how_its_tokens_come(cuts: list[int], stop: tuple[str, ...]) -> None:
-    params = SamplingParams(stop=stop, logprobs=0)
+@given(
+    st.lists(st.integers(0, len(IDS)), max_size=4),
+    st.sampled_from([(), ("a-b",), ("\u00e9",), ("zz",)]),
+    st.sampled_from([0, 5, 6]),
+)
+def test_an_answer_does_not_depend_on_how_its_tokens_come(
+    cuts: list[int], stop: tuple[str, ...], least: int
+) -> None:
+    params = SamplingParams(stop=stop, logprobs=0, min_tokens=least)
     piece, sample, told = assemble(params, cuts)
     whole, other, also_told = assemble(params)
     assert (piece, sample.tokens, told) == (whole, other.tokens, also_told)
@@ -70,6 +76,14 @@ def test_a_stop_string_ends_text_tokens_and_log_probabilities_at_its_last_token(
     assert piece.token_ids == IDS[:6]
     assert [entry.ids[0] for entry in piece.logprobs] == IDS[:6]
     assert (sample.tokens, told) == (6, [6])
+
+
+@pytest.mark.parametrize(("least", "ends"), [(5, True), (6, False), (16, False)])
+def test_a_stop_string_is_not_acted_on_before_min_tokens(least: int, ends: bool) -> None:
+    """It completes with the sixth token: of min_tokens 6 that is one, as vLLM counts."""
+    piece, sample, told = assemble(SamplingParams(stop="a-b", min_tokens=least))
+    assert (piece.text, told) == (("ok ", [6]) if ends else (TEXT, []))
+    assert sample.finish_reason == ("stop" if ends else "length")
 
 
 def test_a_stop_string_of_a_broken_character_completes_with_the_end() -> None:

@@ -44,12 +44,12 @@ def made(tmp_path: Path) -> GuidanceGrammars:
     return found
 
 
-def opened(made: GuidanceGrammars, grammar: str) -> Constraint:
+def opened(made: GuidanceGrammars, grammar: str, own_ends: tuple[int, ...] = ()) -> Constraint:
     """The constraint, once it is compiled."""
-    constraint = made.open(grammar)
+    constraint = made.open(grammar, own_ends)
     while constraint is None:
         made._compiled[grammar].result()
-        constraint = made.open(grammar)
+        constraint = made.open(grammar, own_ends)
     return constraint
 
 
@@ -94,6 +94,25 @@ def test_what_the_masks_let_through_is_what_the_schema_says(made: GuidanceGramma
     assert 0 <= value["age"] <= 120
     assert value["kind"] in ("a", "b", None)
     assert all(set(tag) <= set("abc") and 1 <= len(tag) <= 3 for tag in value.get("tags", []))
+
+
+def test_an_end_token_of_an_adapter_stands_where_the_models_own_may(made: GuidanceGrammars) -> None:
+    """Whatever it is elsewhere: one that is text to others ends nothing halfway."""
+    tokenizer, grammar = byte_tokenizer(), schema_grammar({"type": "integer"})
+    seven, eight = tokenizer.token_to_id("7"), tokenizer.token_to_id("8")
+    for own in (eight, VOCAB - 1):
+        base, adapted = opened(made, grammar), opened(made, grammar, (own,))
+        for constraint in (base, adapted):
+            assert not constraint.accept(seven)
+        masks, reasons = made.masks([base, adapted])
+        assert list(reasons) == ["", ""]
+        allowed = [
+            set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))) for mask in masks
+        ]
+        assert allowed[1] == allowed[0] | {own}
+        assert adapted.accept(own)
+        start, _ = made.masks([opened(made, grammar, (own,))])
+        assert not start[0, own >> 5] >> (own & 31) & 1
 
 
 def test_an_object_ends_with_its_brace_and_a_number_with_the_end_token(made: GuidanceGrammars) -> None:

@@ -18,6 +18,7 @@ from loraplex.text import codec as text_module
 from loraplex.text.chat_template import ChatTemplate
 from loraplex.text.codec import TextCodec, load_tokenizer
 from loraplex.text.detokenizer import MAX_HELD_TOKENS, Detokenizer
+from loraplex.text.stop_strings import StopStrings
 
 BYTE = TextCodec(byte_tokenizer(), {1, 2}, "<|start|>", None)
 META = TextCodec(metaspace_tokenizer(), {2}, "<s>", None)
@@ -110,6 +111,27 @@ def test_endless_broken_bytes_do_not_grow_the_window() -> None:
     out = detokenizer.push([token] * 500)
     assert len(detokenizer._window) <= 2 * MAX_HELD_TOKENS + 2
     assert out + detokenizer.finish() == "\ufffd" * 500
+
+
+@given(
+    early=st.text(st.sampled_from("abc"), max_size=6),
+    late=st.text(st.sampled_from("abc"), max_size=8),
+    stops=st.lists(st.text(st.sampled_from("abc"), min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_a_stop_string_that_completes_early_is_none(early: str, late: str, stops: list[str]) -> None:
+    """It may begin there."""
+    text, strings, out, stopped = early + late, StopStrings(stops, ()), "", False
+    for at, character in enumerate(text):
+        more, stopped = strings.add(character, early=at < len(early))
+        out += more
+        if stopped:
+            break
+    out += "" if stopped else strings.add("", final=True)[0]
+    ends = [end for end in range(len(early) + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
+    assert stopped == bool(ends)
+    whole = text[: ends[0]] if ends else text
+    longest = max((len(stop) for stop in stops if ends and whole.endswith(stop)), default=0)
+    assert out == whole[: len(whole) - longest]
 
 
 def test_stop_string_over_three_tokens_is_found_at_its_last_token() -> None:

@@ -58,7 +58,7 @@ from loraplex.process.local import LocalMailbox, run_now
 from loraplex.process.workdir import private_folder, temporary_root
 from loraplex.text.assembly import Piece, SampleAssembly
 from loraplex.text.codec import TextCodec, further_ends, load_tokenizer
-from loraplex.text.engine_sampling import check_sampling, engine_sampling, prompt_seed
+from loraplex.text.engine_sampling import check_sampling, engine_sampling, prompt_seed, word_tokens
 from loraplex.text.prefix_keys import (
     NOT_INVOKED,
     Acting,
@@ -395,19 +395,22 @@ class LLM:
         """The samples of one prompt, as the engine is asked for them."""
         tokens, params, codec = job.tokens, job.params, job.codec
         check_sampling(params, codec)
-        ends = {*self._eos_token_ids, *further_ends(codec, self._codec)}
+        own = further_ends(codec, self._codec)
+        ends = {*self._eos_token_ids, *own}
         grammar = job.grammar(self._codec)
+        words = word_tokens(params, codec)
         seed, prompt = prompt_seed(params), np.array(tokens, dtype="<i4").tobytes()
         samples = []
         for index in range(params.n):
             only_first = params if index == 0 else replace(params, prompt_logprobs=None)
-            sampling = engine_sampling(only_first, seed, index, ends)
+            sampling = engine_sampling(only_first, seed, index, ends, words)
             submit = Submit(
                 f"r{next(self._requests)}",
                 prompt,
                 sampling,
                 job.revision.key if job.revision is not None else None,
                 grammar=grammar,
+                own_ends=() if grammar is None else tuple(sorted(own)),
                 block_keys=job.keys.block_keys,
                 invoked_at=job.keys.invoked_at,
             )

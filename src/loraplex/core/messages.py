@@ -12,12 +12,14 @@ from typing import Any
 import msgspec
 
 
-class EngineSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EngineSampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The part of the sampling parameters that the engine executes; stop strings and `n` stay with the
     client.
 
     seed: two's-complement 64 bits. logprobs, prompt_logprobs: -1 is off. stop_token_ids: end-of-sequence ids
-    are already merged in unless they are ignored.
+    are already merged in unless they are ignored. min_tokens: before so many, none of late_token_ids is
+    sampled. allowed_token_ids: all that may be sampled; empty allows every one. bad_words: token ids, the
+    last of which is not sampled where the output ends with those before it.
     """
 
     max_tokens: int
@@ -33,16 +35,21 @@ class EngineSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop_token_ids: tuple[int, ...]
     logprobs: int
     prompt_logprobs: int
+    min_tokens: int = 0
+    late_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Enqueue one request. prompt: token ids as little-endian int32 bytes. adapter: semantic digest, or None.
 
     grammar: what the output must follow, as text that the engine's `Grammars` port reads; None leaves it
-    free. namespace: whose cached prefixes it may find and add to: the tenant's own, or the one that the
-    operator opened to it. block_keys: 32 bytes for each full block of the prompt (`identity.cache.KeyChain`);
-    empty where nothing is cached. invoked_at: position of the first token of an activated adapter's
-    invocation, -1 for every other request.
+    free. own_ends: end tokens that an adapter's files add to the model's, which end such an output too.
+    namespace: whose cached prefixes it may find and add to: the tenant's own, or the one that the operator
+    opened to it. block_keys: 32 bytes for each full block of the prompt (`identity.cache.KeyChain`); empty
+    where nothing is cached. invoked_at: position of the first token of an activated adapter's invocation, -1
+    for every other request.
     """
 
     request_id: str
@@ -54,6 +61,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     arrival_ns: int = 0
     deadline_ns: int = 0
     grammar: str | None = None
+    own_ends: tuple[int, ...] = ()
     namespace: str = "default"
     block_keys: bytes = b""
     invoked_at: int = -1
@@ -173,10 +181,14 @@ class Inspect(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities at one position: token ids and values, the actual token first, then top entries."""
+    """Log probabilities at one position: token ids and values, the actual token first, then top entries.
+
+    rank: of the actual token among all, from 1; 0 where that was not asked.
+    """
 
     ids: tuple[int, ...]
     values: tuple[float, ...]
+    rank: int = 0
 
 
 class TokenBinding(msgspec.Struct, frozen=True, array_like=True):

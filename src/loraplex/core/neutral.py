@@ -42,27 +42,41 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "annotations": ([],),
     "audio": ({},),
     "background": (False,),
+    "best_of": (1,),
+    "disable_additional_properties": (False,),
+    "disable_any_whitespace": (False,),
+    "disable_fallback": (False,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "echo": (False,),
     "encrypted_content": ("",),
     "function_call": ({}, "none"),
     "functions": ([],),
+    "guided_decoding_backend": ("auto",),
+    "include_reasoning": (True,),
     "is_3d_lora_weight": (False,),
+    "kv_transfer_params": ({},),
     "length_penalty": (1,),
+    "logits_processors": ([],),
+    "media_io_kwargs": ({},),
     "metadata": ({},),
-    "min_tokens": (0,),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "reasoning": ("", {}, {"effort": "none"}),
     "reasoning_content": ("",),
     "refusal": ("",),
+    "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
     "summary": ([],),
+    "tools": ([],),
     "truncation": ("disabled",),
+    "truncation_side": ("left",),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "early_stopping": (False,),
+    "vllm_xargs": ({},),
 }
 """Values of a field, besides null, that ask for nothing; of a field that is not listed there are none."""
 REASONS: Final[Mapping[str, str]] = {
@@ -76,8 +90,8 @@ _SHORT_BYTES: Final = 64
 
 
 def refuse_unsupported(value: msgspec.Struct, prefix: str = "") -> None:
-    """Raise `unsupported_option` for the first such field that asks for something. prefix: where the struct
-    lies.
+    """Raise `unsupported_option` for the first such field that asks for something, of a struct and of those
+    directly in its fields. prefix: where it lies.
     """
     for name in _unsupported(type(value)):
         given = getattr(value, name)
@@ -88,13 +102,20 @@ def refuse_unsupported(value: msgspec.Struct, prefix: str = "") -> None:
                 f"{prefix}{name} is not supported by this server{reason}; leave it out",
                 param=prefix + name,
             )
+    for name in value.__struct_fields__:
+        inside = getattr(value, name)
+        if isinstance(inside, msgspec.Struct):
+            refuse_unsupported(inside, f"{prefix}{name}.")
 
 
 def _asks_for_nothing(name: str, raw: bytes) -> bool:
     if raw == b"null":
         return True
     neutral = NEUTRAL.get(name, ())
-    return bool(neutral) and len(raw) <= _SHORT_BYTES and _given(msgspec.json.decode(raw)) in neutral
+    if not neutral or len(raw) > _SHORT_BYTES:
+        return False
+    value = _given(msgspec.json.decode(raw))
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
 def _given(value: Any) -> Any:

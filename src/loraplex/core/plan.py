@@ -285,9 +285,9 @@ class StepResult:
 
     tokens [S]: sampled tokens. logprob_indptr [S + 1] into logprob_ids and logprob_values (float32 bits): for
     each sample the sampled token first, then top entries. prompt_logprob_*: the same for each prompt position
-    asked. copied: copies that have ended and were not reported before. faults: requests whose logits are not
-    usable. error: UTF-8 bytes of a message when the step failed as a whole, one a word; then nothing else
-    counts.
+    asked, and where its own token ranks among all, from 1. copied: copies that have ended and were not
+    reported before. faults: requests whose logits are not usable. error: UTF-8 bytes of a message when the
+    step failed as a whole, one a word; then nothing else counts.
     """
 
     generation: int
@@ -299,6 +299,7 @@ class StepResult:
     prompt_logprob_indptr: I32 = field(default_factory=lambda: np.zeros(1, dtype=np.int32))
     prompt_logprob_ids: I32 = field(default_factory=empty)
     prompt_logprob_values: I32 = field(default_factory=empty)
+    prompt_logprob_ranks: I32 = field(default_factory=empty)
     copied: CopiedColumns = field(default_factory=CopiedColumns.none)
     faults: FaultColumns = field(default_factory=FaultColumns.none)
     error: I32 = field(default_factory=empty)
@@ -331,5 +332,5 @@ class StepResult:
 
 
 RESULT_FORMAT: Final = PackedFormat.of(
-    StepResult, magic=0x6C70_7273, version=1, fault=ErrorCode.RESULT_MALFORMED
+    StepResult, magic=0x6C70_7273, version=2, fault=ErrorCode.RESULT_MALFORMED
 )

@@ -115,8 +115,9 @@ class Constraint(Protocol):
 class Grammars(Protocol):
     """Grammars of constrained requests. Compiling one never holds up a step."""
 
-    def open(self, grammar: str) -> Constraint | None:
-        """A constraint at its beginning; None while the grammar is being compiled: ask again.
+    def open(self, grammar: str, own_ends: Sequence[int] = ()) -> Constraint | None:
+        """A constraint at its beginning; None while the grammar is being compiled: ask again. own_ends: may
+        stand wherever the model's end tokens may.
 
         Raises `schema_unsupported` for one that cannot be enforced, `unsupported_option` where none can.
         """

@@ -86,10 +86,13 @@ class SamplingParams:
     over the output. logit_bias: token id -> [-100, 100]. stop: strings that end the text and are not part of
     it. stop_token_ids end the request like an end-of-sequence token. ignore_eos: end-of-sequence tokens do
     not end it. skip_special_tokens: special tokens leave no text. include_stop_str_in_output: a stop string
-    stays part of the text. n: independent samples. logprobs, prompt_logprobs: top entries reported for each
-    generated token, each prompt position; None is off. structured_outputs: what the answer is held to, of a
-    Python caller. alora_fallback: "base" lets the base answer a prompt that lacks the invocation of an
-    activated adapter; None refuses it. It has no effect on any other prompt.
+    stays part of the text. min_tokens: before so many, neither end-of-sequence tokens nor stop_token_ids are
+    sampled, and no stop string ends the text. allowed_token_ids: nothing else is sampled, ends included; None
+    is off. bad_words: texts that are not written, alone or behind a space. n: independent samples. logprobs,
+    prompt_logprobs: top entries reported for each generated token, each prompt position; None is off.
+    structured_outputs: what the answer is held to, of a Python caller. alora_fallback: "base" lets the base
+    answer a prompt that lacks the invocation of an activated adapter; None refuses it. It has no effect on
+    any other prompt.
     """
 
     max_tokens: int = 16
@@ -107,6 +110,9 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -119,6 +125,9 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.min_tokens > self.max_tokens:
+            raise _refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         _integer("top_k", self.top_k, -1, limits.MAX_TOP_K)
         _integer("n", self.n, 1, limits.MAX_N)
         if self.seed is not None:
@@ -172,6 +181,30 @@ class SamplingParams:
             )
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, 0, (1 << 31) - 1)
+        self._check_allowed()
+        self._check_words()
+
+    def _check_allowed(self) -> None:
+        allowed = self.allowed_token_ids
+        if allowed is None:
+            return
+        if isinstance(allowed, str) or not isinstance(allowed, Collection):
+            raise _refuse("allowed_token_ids", allowed, "a list of token ids")
+        most = limits.MAX_ALLOWED_TOKEN_IDS
+        if not 0 < len(allowed) <= most:
+            raise _refuse("allowed_token_ids", len(allowed), f"1 to {most} ids, or left out")
+        for token in allowed:
+            _integer("allowed_token_ids", token, 0, (1 << 31) - 1)
+
+    def _check_words(self) -> None:
+        words = self.bad_words
+        if isinstance(words, str) or not isinstance(words, Collection):
+            raise _refuse("bad_words", words, "a list of strings")
+        if len(words) > limits.MAX_BAD_WORDS:
+            raise _refuse("bad_words", len(words), f"at most {limits.MAX_BAD_WORDS} strings")
+        for text in words:
+            if not isinstance(text, str) or not 0 < len(text) <= limits.MAX_BAD_WORD_CHARS:
+                raise _refuse("bad_words", text, f"strings of 1 to {limits.MAX_BAD_WORD_CHARS} characters")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

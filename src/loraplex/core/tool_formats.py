@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from typing import Final
 
-TOOL_FORMATS: Final = ("hermes", "llama3", "mistral", "json")
+TOOL_FORMATS: Final = ("hermes", "llama3", "mistral", "mistral_args", "qwen3_coder", "json")

@@ -22,6 +22,7 @@ from loraplex.engine import constraints, endings, prefixes
 from loraplex.engine.request_state import LoadJob, Purpose, RequestRecord, Stage
 from loraplex.engine.residency import feasibility, hosting, loads, room, transitions, victims
 from loraplex.engine.state import EngineState
+from loraplex.engine.token_rules import rules_of
 from loraplex.memory.residency import AdapterEntry
 from loraplex.memory.transaction import Demand, Transaction
 from loraplex.schedule.predicates import Readiness, eligible, loadable, readiness
@@ -214,7 +215,7 @@ def bind(state: EngineState, record: RequestRecord) -> None:
     table.logprobs[slot] = sampling.logprobs
     table.prompt_logprobs[slot] = sampling.prompt_logprobs
     table.scored[slot] = record.scored
-    table.masked[slot] = record.constraint is not None
+    _hold(state, record, slot)
     table.invoked[slot] = max(record.invoked_at, 0)
     record.slot, record.stage, record.skipped = slot, Stage.RUNNING, 0
     state.by_slot[slot] = record
@@ -226,6 +227,18 @@ def bind(state: EngineState, record: RequestRecord) -> None:
         RequestAdmitted(now, record.request_id, now - record.arrival_ns, int(pages.size), record.admissions)
     )
     record.admissions += 1
+
+
+def _hold(state: EngineState, record: RequestRecord, slot: int) -> None:
+    """Note which of a request's tokens need masks, and whether each waits for the one before."""
+    table, held = state.table, record.constraint is not None
+    rules = record.rules = rules_of(record.sampling, state.limits.vocab_size)
+    table.masked[slot] = held
+    table.waiting[slot] = held
+    if rules is not None:
+        table.masked[slot] |= rules.constant or rules.longest > 0
+        table.waiting[slot] |= rules.longest > 0
+        table.masked_first[slot] = record.sampling.min_tokens
 
 
 def loaded(state: EngineState, job: LoadJob) -> None:

@@ -74,13 +74,14 @@ def _check(flight: Flight, result: StepResult) -> None:
         raise InternalFault(
             ErrorCode.RESULT_MALFORMED, f"{result.tokens.size} tokens came for {len(plan.samples)} samples"
         )
-    if result.prompt_logprob_indptr.size != len(plan.prompt_logprobs) + 1:
+    asked = len(plan.prompt_logprobs)
+    if result.prompt_logprob_indptr.size != asked + 1 or result.prompt_logprob_ranks.size != asked:
         raise InternalFault(ErrorCode.RESULT_MALFORMED, "prompt log probabilities disagree with the plan")
 
 
-def _logprobs(indptr: I32, ids: I32, values: I32, index: int) -> TokenLogprobs:
+def _logprobs(indptr: I32, ids: I32, values: I32, index: int, rank: int = 0) -> TokenLogprobs:
     lo, hi = int(indptr[index]), int(indptr[index + 1])
-    return TokenLogprobs(tuple(ids[lo:hi].tolist()), tuple(bits_float(values[lo:hi]).tolist()))
+    return TokenLogprobs(tuple(ids[lo:hi].tolist()), tuple(bits_float(values[lo:hi]).tolist()), rank)
 
 
 def _prompt_logprobs(
@@ -92,7 +93,11 @@ def _prompt_logprobs(
     for index in range(len(plan.prompt_logprobs)):
         slot = int(plan.requests.slot[plan.prompt_logprobs.request[index]])
         entry = _logprobs(
-            result.prompt_logprob_indptr, result.prompt_logprob_ids, result.prompt_logprob_values, index
+            result.prompt_logprob_indptr,
+            result.prompt_logprob_ids,
+            result.prompt_logprob_values,
+            index,
+            int(result.prompt_logprob_ranks[index]),
         )
         out.setdefault(slot, []).append(entry)
         state.table.scored[slot] += 1

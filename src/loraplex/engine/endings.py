@@ -78,7 +78,7 @@ def release_slot(state: EngineState, record: RequestRecord) -> None:
     incarnation = int(state.table.incarnation[slot])
     state.table.close(slot)
     del state.by_slot[slot]
-    record.slot = -1
+    record.slot, record.rules = -1, None
     if pages.size:
         state.free_pages(pages, PageState.KV, slot, incarnation)
     prefixes.release(state, record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import assert_never
 
 import numpy as np
@@ -12,6 +13,7 @@ from loraplex.core.messages import (
     Abort,
     Ended,
     EngineCall,
+    EngineSampling,
     Finish,
     Inspect,
     LoadAdapter,
@@ -32,6 +34,7 @@ from loraplex.engine.inspect import inspect_engine
 from loraplex.engine.request_state import RequestRecord
 from loraplex.engine.residency import feasibility, registration, wants
 from loraplex.engine.state import EngineState
+from loraplex.engine.token_rules import check_rules
 from loraplex.memory.leases import RevisionLease
 from loraplex.memory.residency import AdapterEntry
 from loraplex.schedule.queue import Ticket
@@ -118,6 +121,7 @@ def submit(state: EngineState, message: Submit) -> None:
         tokens=prompt,
         revision=RevisionLease.take(entry) if entry is not None else None,
         grammar=message.grammar,
+        own_ends=message.own_ends,
         invoked_at=message.invoked_at,
         prefix=prefix,
     )
@@ -159,16 +163,8 @@ def _well_formed(state: EngineState, message: Submit, prompt: I32) -> AdapterEnt
             f"({prompt.size} in the prompt, {message.sampling.max_tokens} in the answer)",
             param="max_tokens",
         )
-    biased = (token for token, _ in message.sampling.logit_bias)
-    for name, tokens in (("stop_token_ids", message.sampling.stop_token_ids), ("logit_bias", biased)):
-        for token in tokens:
-            if not 0 <= token < limits.vocab_size:
-                raise CallerError(
-                    ErrorCode.TOKEN_OUT_OF_RANGE,
-                    f"{name} holds token id {token}, which lies outside the vocabulary of "
-                    f"{limits.vocab_size}",
-                    param=name,
-                )
+    _check_tokens(message.sampling, message.own_ends, limits.vocab_size)
+    check_rules(message.sampling)
     entry = None
     if message.adapter is not None:
         entry = state.adapters.get(message.adapter)
@@ -179,6 +175,26 @@ def _well_formed(state: EngineState, message: Submit, prompt: I32) -> AdapterEnt
                 param="model",
             )
     return entry
+
+
+def _check_tokens(sampling: EngineSampling, own_ends: tuple[int, ...], vocab_size: int) -> None:
+    """Whether every token that a request names beside its prompt is one of the vocabulary."""
+    if not all(sampling.bad_words):
+        raise InternalFault(ErrorCode.PLAN_MALFORMED, "a word of bad_words has no tokens")
+    named = {
+        "stop_token_ids": (*sampling.stop_token_ids, *sampling.late_token_ids, *own_ends),
+        "logit_bias": (token for token, _ in sampling.logit_bias),
+        "allowed_token_ids": sampling.allowed_token_ids,
+        "bad_words": itertools.chain.from_iterable(sampling.bad_words),
+    }
+    for name, tokens in named.items():
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise CallerError(
+                    ErrorCode.TOKEN_OUT_OF_RANGE,
+                    f"{name} holds token id {token}, which lies outside the vocabulary of {vocab_size}",
+                    param=name,
+                )
 
 
 def _require_feasible(state: EngineState, entry: AdapterEntry | None, total: int) -> None:

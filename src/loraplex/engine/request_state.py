@@ -8,6 +8,7 @@ from enum import IntEnum, StrEnum
 from loraplex.core.messages import EngineSampling
 from loraplex.core.packed import I32
 from loraplex.core.ports import Constraint
+from loraplex.engine.token_rules import TokenRules
 from loraplex.identity.cache import KeyChain
 from loraplex.identity.execution import History
 from loraplex.memory.leases import RevisionLease, SlotLease
@@ -53,12 +54,13 @@ class RequestRecord:
     """A request from enqueue to end.
 
     tokens: known tokens while it waits (prompt, after a preemption with its output). ticket: its place in the
-    queue, given once. grammar: what its output must follow; constraint: how far it has come there, from its
-    first admission on. load_failures: loads for it that failed; a retry keeps everything else. scored: prompt
-    positions whose log probabilities were sent. admissions: how often it was admitted; bound_admission: the
-    last of which a client knows what it was bound to. invoked_at: position from which on an activated adapter
-    acts, -1 for every other request. prefix: None where nothing of it is cached. awaits: what it is parked
-    for. preempting: its pages go as soon as nothing of it is in flight.
+    queue, given once. grammar: what its output must follow, own_ends: what may end it beside the model's end
+    tokens; constraint: how far it has come there, from its first admission on. rules: what its sampling
+    parameters forbid, while it runs. load_failures: loads for it that failed; a retry keeps everything else.
+    scored: prompt positions whose log probabilities were sent. admissions: how often it was admitted;
+    bound_admission: the last of which a client knows what it was bound to. invoked_at: position from which on
+    an activated adapter acts, -1 for every other request. prefix: None where nothing of it is cached. awaits:
+    what it is parked for. preempting: its pages go as soon as nothing of it is in flight.
     """
 
     request_id: str
@@ -84,7 +86,9 @@ class RequestRecord:
     load_failures: int = 0
     preempting: bool = False
     grammar: str | None = None
+    own_ends: tuple[int, ...] = ()
     constraint: Constraint | None = None
+    rules: TokenRules | None = None
     first_token: bool = False
     invoked_at: int = -1
     prefix: RequestPrefix | None = None

@@ -8,7 +8,7 @@ state (the runner has) and never touches adapter slots. Specification: 0x03D, 0x
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -197,7 +197,10 @@ def score(
     if len(plan.prompt_logprobs):
         scored = plan.prompt_logprobs
         chosen = to_device(scored.target.astype(np.int64), logits.device)
-        prompt_scores = _scores(sampler, logits, scored.logit, chosen, scored.top)
+        prompt_scores = replace(
+            _scores(sampler, logits, scored.logit, chosen, scored.top),
+            ranks=to_host(sampler.ranks(logits, scored.logit, chosen)),
+        )
     if (plan.samples.logprobs >= 0).any():
         scores = _scores(sampler, logits, plan.samples.logit, tokens, plan.samples.logprobs)
     return scores, prompt_scores

@@ -54,12 +54,14 @@ class Scores:
     """Log probabilities of n positions. ids, values [n, 1 + widest]: the position's own token, then the best
     ones.
 
-    wanted: int32 [n], top entries of each position; -1 for none at all.
+    wanted: int32 [n], top entries of each position; -1 for none at all. ranks [n]: of the own tokens, where
+    they are wanted.
     """
 
     wanted: I32
     ids: torch.Tensor
     values: torch.Tensor
+    ranks: torch.Tensor | None = None
 
     def packed(self) -> tuple[I32, I32, I32]:
         """(indptr [n + 1], ids, float32 bits of the values): 1 + wanted entries of each position."""
@@ -97,6 +99,7 @@ class Pending:
         execute_us = self.watch.wait()
         indptr, ids, values = self.scores.packed()
         prompt_indptr, prompt_ids, prompt_values = self.prompt_scores.packed()
+        ranks = self.prompt_scores.ranks
         return StepResult(
             generation=self.plan.generation,
             execute_us=min(execute_us, 2**31 - 1),
@@ -107,6 +110,7 @@ class Pending:
             prompt_logprob_indptr=prompt_indptr,
             prompt_logprob_ids=prompt_ids,
             prompt_logprob_values=prompt_values,
+            prompt_logprob_ranks=empty() if ranks is None else ranks.numpy().astype(np.int32),
             copied=residents.report(self.plan.generation),
             faults=self._faults(),
         )

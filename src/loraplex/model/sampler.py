@@ -62,10 +62,11 @@ class TokenMasks:
     samples: I32
     words: I32
 
-    def forbidden(self, vocab: int) -> npt.NDArray[np.bool_]:
-        """[M, vocab]: where a token must not be drawn."""
-        octets = self.words.astype("<i4", copy=False).view(np.uint8)
-        return np.unpackbits(octets, axis=1, count=vocab, bitorder="little") == 0
+    def forbidden(self, vocab: int, device: torch.device) -> torch.Tensor:
+        """Bool [M, vocab] on the device: where a token must not be drawn. Only the bits travel there."""
+        octets = to_device(self.words.astype("<i4").view(np.uint8), device)
+        bits = (octets.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
+        return bits.flatten(1)[:, :vocab] == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +239,20 @@ class Sampler:
             values[part] = rows.gather(1, ids[part]) - total
         return ids, values
 
+    def ranks(self, logits: torch.Tensor, logit_index: I32, chosen: torch.Tensor) -> torch.Tensor:
+        """How many ids below `sampled_vocab` come up to each chosen one, itself included, ties to the
+        lowest id: int64 [n]. As in `top_logprobs`.
+        """
+        ranks = torch.empty(logit_index.size, dtype=torch.int64, device=self._device)
+        index = self._ids(logit_index)
+        columns = torch.arange(self._sampled, device=self._device)
+        for lo in range(0, logit_index.size, _LOGPROB_ROWS):
+            part = slice(lo, lo + _LOGPROB_ROWS)
+            rows, own = logits.index_select(0, index[part]), chosen[part].unsqueeze(1)
+            values, seen = rows.gather(1, own), rows[:, : self._sampled]
+            ranks[part] = ((seen > values) | ((seen == values) & (columns < own))).sum(dim=1) + 1
+        return ranks
+
     def _set_bias(self, slot: int, entries: BiasColumns) -> None:
         self._has_bias[slot] = len(entries) > 0
         self._bias.pop(slot, None)
@@ -268,7 +283,7 @@ class Sampler:
 
     def _forbid(self, work: torch.Tensor, masks: TokenMasks) -> None:
         """What a mask leaves out has no chance, in place."""
-        forbidden = to_device(masks.forbidden(self._sampled), self._device)
+        forbidden = masks.forbidden(self._sampled, self._device)
         rows = self._ids(masks.samples)
         work[rows] = work.index_select(0, rows).masked_fill_(forbidden, -torch.inf)
 

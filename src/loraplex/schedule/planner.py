@@ -48,7 +48,7 @@ def plan_selection(
         prompt_logprobs=table.prompt_logprobs[slots],
         tokens=tokens,
         targets=targets,
-        masked=table.masked[slots] & selection.samples,
+        masked=table.masking(slots) & selection.samples,
         masks=empty(2) if masks is None else masks,
     )
     reference = newest_launched if referenced else NO_REFERENCE

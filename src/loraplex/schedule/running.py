@@ -39,8 +39,9 @@ class RunningTable:
     that need no publication any more; `NO_CACHE` for a request that caches nothing. block_table: number of
     the cached block whose page an entry names, 0 for a page of the request's own. invoked: position from
     which on the adapter acts, 0 for one that is always on. scored: prompt positions whose log probabilities
-    were delivered. masked: each token needs a mask from the host that depends on the token before it; such a
-    slot takes no row while a token of it is not committed, at any depth.
+    were delivered. masked: each token needs a mask from the host; masked_first: so many first ones do.
+    waiting: its masks depend on the token before, so that it takes no row while a token of it is not
+    committed, at any depth.
     """
 
     def __init__(self, max_requests: int, max_pages: int, max_tokens: int) -> None:
@@ -74,6 +75,8 @@ class RunningTable:
         self.prompt_logprobs = np.full(max_requests, -1, dtype=i32)
         self.scored = np.zeros(max_requests, dtype=i32)
         self.masked = np.zeros(max_requests, dtype=np.bool_)
+        self.masked_first = np.zeros(max_requests, dtype=i32)
+        self.waiting = np.zeros(max_requests, dtype=np.bool_)
         self.plain = np.zeros(max_requests, dtype=np.bool_)
         self.published = np.full(max_requests, NO_CACHE, dtype=i32)
         self.invoked = np.zeros(max_requests, dtype=i32)
@@ -116,7 +119,8 @@ class RunningTable:
         self.adapter_slot[slot] = self.adapter_generation[slot] = 0
         self.logprobs[slot] = self.prompt_logprobs[slot] = -1
         self.scored[slot] = 0
-        self.masked[slot] = self.plain[slot] = False
+        self.masked[slot] = self.waiting[slot] = self.plain[slot] = False
+        self.masked_first[slot] = 0
         self.published[slot], self.invoked[slot] = NO_CACHE, 0
         return slot
 
@@ -183,7 +187,7 @@ class RunningTable:
         """Slots that may take rows now, oldest first."""
         ready = self.active & ~self.stopping & (self.outputs_planned < self.max_outputs)
         ready &= self.known + (self.outputs_planned - self.outputs) > self.planned
-        ready &= ~self.masked | (self.outputs_planned == self.outputs)
+        ready &= ~self.waiting | (self.outputs_planned == self.outputs)
         slots = np.flatnonzero(ready)
         return slots[np.argsort(self.order[slots], kind="stable")]
 
@@ -196,6 +200,15 @@ class RunningTable:
     def decoding(self, slots: Slots) -> Bools:
         """Whether each slot is past its prefill."""
         return np.asarray(self.planned[slots] >= self.target[slots])
+
+    def masking(self, slots: Slots) -> Bools:
+        """Whether the next token of each slot needs a mask."""
+        return np.asarray(self.masked[slots] | (self.outputs_planned[slots] < self.masked_first[slots]))
+
+    def last_outputs(self, slot: int, count: int) -> I32:
+        """The last `count` tokens of the slot's committed output, fewer where it has fewer."""
+        known = int(self.known[slot])
+        return self.tokens[slot, max(int(self.prompt[slot]), known - count) : known]
 
     def acting(self, slots: Slots | I32) -> tuple[I32, I32]:
         """Adapter slot and generation under which each slot's next rows run: the base's before an

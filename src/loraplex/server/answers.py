@@ -48,6 +48,20 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """One token at a position of the prompt. rank: among all tokens, from 1. decoded_token: null without a
+    tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""By position and token id; null at the first one, which nothing predicts."""
+
+
 class CompletionChoice(msgspec.Struct, frozen=True):
     """One sample of a completion, or the part of it that a chunk adds. stop_reason: the stop string or stop
     token that ended it.
@@ -62,6 +76,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     stop_reason: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +173,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 def encode(value: Any) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -77,9 +78,9 @@ class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     more. summary, encrypted_content: of reasoning. phase: which part of an answer a message was.
     """
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = (
-        "message"
-    )
+    type: (
+        Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] | None
+    ) = None
     id: Annotated[str | None, NO_EFFECT] = None
     status: Annotated[Literal["in_progress", "completed", "incomplete"] | None, NO_EFFECT] = None
     role: Role | None = None
@@ -207,7 +208,8 @@ _SAME_NAME: Final = (
 )  # fmt: skip
 
 
-class _Place(msgspec.Struct):
+@dataclass(frozen=True, slots=True)
+class _Place:
     """Which items a message was made of. first: its own, None for the instructions. calls: of its calls."""
 
     first: int | None
@@ -276,7 +278,7 @@ class AsChat:
             place = f"input[{index}]"
             refuse_unsupported(item, place + ".")
             match item.type:
-                case "message":
+                case None | "message":
                     self._add(_message(item, place), index)
                 case "function_call":
                     self._add_call(item, index, place)
@@ -333,7 +335,7 @@ def _content(given: str | list[ItemPart], place: str) -> str | list[TextPart]:
 def _require(item: InputItem, place: str, *names: str) -> None:
     for name in names:
         if getattr(item, name) is None:
-            raise _wrong(f"{place}.{name}", f"is missing; an item of type {item.type} has it")
+            raise _wrong(f"{place}.{name}", f"is missing; an item of type {item.type or 'message'} has it")
 
 
 def _response_format(text: TextConfig | None) -> ResponseFormat | None:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.neutral import ABSENT, Unsupported
 from loraplex.core.request import AnswerForm
 
 
@@ -20,6 +21,11 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     json: dict[str, Any] | bool | str | None = None
     json_object: bool | None = None
     grammar: str | None = None
+    disable_additional_properties: Unsupported = ABSENT
+    disable_any_whitespace: Unsupported = ABSENT
+    disable_fallback: Unsupported = ABSENT
+    structural_tag: Unsupported = ABSENT
+    whitespace_pattern: Unsupported = ABSENT
 
 
 def answer_form(structured: StructuredOutputs | None, guided: StructuredOutputs) -> AnswerForm | None:

@@ -113,16 +113,28 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
-    allowed_token_ids: Unsupported = ABSENT
-    bad_words: Unsupported = ABSENT
+    min_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    cache_salt: Unsupported = ABSENT
     early_stopping: Unsupported = ABSENT
+    guided_decoding_backend: Unsupported = ABSENT
+    guided_whitespace_pattern: Unsupported = ABSENT
+    kv_transfer_params: Unsupported = ABSENT
     length_penalty: Unsupported = ABSENT
+    logits_processors: Unsupported = ABSENT
     metadata: Unsupported = ABSENT
-    min_tokens: Unsupported = ABSENT
     prompt_cache_retention: Unsupported = ABSENT
+    repetition_detection: Unsupported = ABSENT
+    request_id: Unsupported = ABSENT
+    return_tokens_as_token_ids: Unsupported = ABSENT
     service_tier: Unsupported = ABSENT
+    spaces_between_special_tokens: Unsupported = ABSENT
     store: Unsupported = ABSENT
+    truncation_side: Unsupported = ABSENT
     use_beam_search: Unsupported = ABSENT
+    vllm_xargs: Unsupported = ABSENT
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,6 +144,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkn
     best_of: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
+    prompt_embeds: Unsupported = ABSENT
     suffix: Unsupported = ABSENT
 
 
@@ -153,9 +166,17 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fi
     functions: Unsupported = ABSENT
     function_call: Unsupported = ABSENT
     audio: Unsupported = ABSENT
+    best_of: Unsupported = ABSENT
+    chat_template: Unsupported = ABSENT
+    documents: Unsupported = ABSENT
+    echo: Unsupported = ABSENT
+    include_reasoning: Unsupported = ABSENT
+    media_io_kwargs: Unsupported = ABSENT
+    mm_processor_kwargs: Unsupported = ABSENT
     modalities: Unsupported = ABSENT
     prediction: Unsupported = ABSENT
     reasoning_effort: Unsupported = ABSENT
+    thinking_token_budget: Unsupported = ABSENT
     verbosity: Unsupported = ABSENT
     web_search_options: Unsupported = ABSENT
 
@@ -173,6 +194,10 @@ class TokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+    chat_template: Unsupported = ABSENT
+    media_io_kwargs: Unsupported = ABSENT
+    mm_processor_kwargs: Unsupported = ABSENT
+    tools: Unsupported = ABSENT
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -217,7 +242,7 @@ class PutAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     source: str
     expected_revision: int | None = None
-    drain: bool = False
+    drain: bool | None = None
     text: TextWord | None = None
 
 

@@ -33,6 +33,7 @@ from loraplex.identity.closure import GRAPH_REVISION
 from loraplex.identity.execution import history_of
 from loraplex.sim.administrator import NO_ROOM, AliasBook, Image, digest
 from loraplex.sim.faults import BASE, CACHE, VOCAB, Fault, Injector, Operation, Setup
+from loraplex.sim.token_bounds import TokenBounds, draw_bounds
 from loraplex.sim.tokens import expected_tokens
 from loraplex.sim.world import VirtualClock
 from loraplex.sim.wrong import Wrong
@@ -73,6 +74,7 @@ class Ask:
     expected: list[int]
     tenant: str = "default"
     invoked_at: int = -1
+    bounds: TokenBounds | None = None
     tokens: list[int] = field(default_factory=list)
     allowed: set[str] = field(default_factory=set)
     must: str | None = None
@@ -87,6 +89,7 @@ class Clients:
         self._setup, self._clock, self._injector = setup, clock, injector
         self._rng = Random(f"{setup.seed}/clients")
         self._prompts = Random(f"{setup.seed}/prompts")
+        self._bounds = Random(f"{setup.seed}/bounds")
         self._contexts = [self._context() for _ in range(3)]
         self.inbox: list[ToEngine] = []
         self.names = AliasBook(setup, injector, self.inbox)
@@ -181,9 +184,12 @@ class Clients:
         max_tokens = setup.output_tokens if longest else rng.randint(1, setup.output_tokens)
         prompt = self._alike(prompt)
         prompt, invoked_at = self._invoke(prompt, image.invocation if image is not None else ())
-        expected = expected_tokens(
-            prompt, image.number if image else 0, max_tokens, VOCAB, max(invoked_at, 0)
-        )
+        number, acts_at = image.number if image else 0, max(invoked_at, 0)
+        expected = expected_tokens(prompt, number, max_tokens, VOCAB, acts_at)
+        bounds = None
+        if self._bounds.random() < setup.bounded:
+            bounds = draw_bounds(self._bounds, expected, VOCAB)
+            expected = expected_tokens(prompt, number, max_tokens, VOCAB, acts_at, bounds.let)
         stop: frozenset[int] = frozenset()
         if rng.random() < 0.1:
             stop = frozenset({expected[rng.randrange(max_tokens)]})
@@ -201,6 +207,7 @@ class Clients:
             allowed=set(self._always),
             tenant=self._tenant(),
             invoked_at=invoked_at,
+            bounds=bounds,
         )
 
     def _context(self) -> I32:
@@ -275,6 +282,7 @@ class Clients:
             stop_token_ids=tuple(sorted(ask.stop)),
             logprobs=-1,
             prompt_logprobs=-1,
+            **({} if ask.bounds is None else ask.bounds.fields()),
         )
         key = ask.image.key if ask.image is not None else None
         prompt = ask.prompt.astype("<i4").tobytes()

@@ -350,6 +350,7 @@ class VirtualDevice:
             tokens=tokens,
             logprob_indptr=np.zeros(len(plan.samples) + 1, dtype=np.int32),
             prompt_logprob_indptr=np.zeros(len(plan.prompt_logprobs) + 1, dtype=np.int32),
+            prompt_logprob_ranks=np.zeros(len(plan.prompt_logprobs), dtype=np.int32),
             faults=FaultColumns.filled(int(bad), request=0, not_finite=1),
         )
 

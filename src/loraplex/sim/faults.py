@@ -96,6 +96,7 @@ class Setup:
     """What a seed draws. aliases: adapters by name. small_share: those that take a block of a slab page.
     arrivals: requests a tick. cap: live requests at most. tenants: who asks. alike: requests whose prompt
     begins as others' do, or goes on where one ended. activated: adapters that act from an invocation on.
+    bounded: requests that bound what their answers are made of.
     max_overtaken: later arrivals that may be admitted before a waiting request is; more is starvation.
     """
 
@@ -118,6 +119,7 @@ class Setup:
     tenants: int = 1
     alike: float = 0.0
     activated: float = 0.0
+    bounded: float = 0.0
 
     def record(self) -> dict[str, object]:
         """The setup as plain values."""
@@ -138,6 +140,7 @@ class Setup:
             "tenants": self.tenants,
             "alike": self.alike,
             "activated": self.activated,
+            "bounded": self.bounded,
             "arrivals_per_tick": self.arrivals,
             "ranking": limits.ranking,
             "operations": sorted(kind.value for kind in self.operations),
@@ -155,7 +158,7 @@ def draw_setup(
     """The machine, load and fault kinds of a seed. depth, faults: instead of drawn ones.
 
     cached: whether prefixes are; without it there are no tenants, no prompts alike and no activated adapters
-    either.
+    either. Where it is given, no answer is bounded: such timelines are older than that.
     """
     rng = Random(f"{seed}/setup")
     page_tokens = rng.choice([1, 2, 4, 8])
@@ -221,6 +224,7 @@ def draw_setup(
         tenants=prefix.choice([1, 3]) if on else 1,
         alike=prefix.choice([0.3, 0.8, 0.95]) if on else 0.0,
         activated=prefix.choice([0.0, 0.4]) if on else 0.0,
+        bounded=Random(f"{seed}/bounded").choice([0.0, 0.2, 0.6]) if cached is None else 0.0,
     )
 
 

@@ -12,6 +12,7 @@ Specification: rulings "Tests" (checkers outside the code under test).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -70,11 +71,19 @@ def split(adapter: int) -> tuple[int, int]:
     return (0, adapter) if head_only(adapter) else (adapter, 0)
 
 
-def expected_tokens(prompt: I32, adapter: int, count: int, vocab_size: int, invoked_at: int = 0) -> list[int]:
+def expected_tokens(
+    prompt: I32,
+    adapter: int,
+    count: int,
+    vocab_size: int,
+    invoked_at: int = 0,
+    let: Callable[[int, Sequence[int]], bool] | None = None,
+) -> list[int]:
     """The first `count` tokens that a request alone would produce. adapter: its image's number, 0 for the
     base.
 
-    invoked_at: position from which on the adapter acts.
+    invoked_at: position from which on the adapter acts. let: whether a token may follow those before it; one
+    that may not gives way to the next, around the vocabulary.
     """
     adapter, head = split(adapter)
     positions = np.arange(prompt.size, dtype=np.int32)
@@ -84,6 +93,8 @@ def expected_tokens(prompt: I32, adapter: int, count: int, vocab_size: int, invo
     out: list[int] = []
     for position in range(prompt.size, prompt.size + count):
         token = mix_one((total + head) & _WORD) % vocab_size
+        while let is not None and not let(token, out):
+            token = (token + 1) % vocab_size
         out.append(token)
         row = mix_one((token * _GOLDEN + position * _SPREAD + adapter) & _WORD)
         total = (total + row * (mix_one(((position + 1) * _GOLDEN) & _WORD) | 1)) & _WORD

@@ -101,6 +101,7 @@ class SampleAssembly:
                 marks,
                 ends=_ends(codec, params),
                 with_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
             )
         )
 

@@ -45,7 +45,7 @@ class EarlierCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     id: str
     function: CalledFunction
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     index: int | None = None
 
 
@@ -180,7 +180,7 @@ def _call(call: EarlierCall, param: str) -> Mapping[str, Any]:
         raise _wrong(param, f"is JSON of a {type(arguments).__name__}, expected an object")
     return {
         "id": call.id,
-        "type": call.type,
+        "type": call.type or "function",
         "function": {"name": call.function.name, "arguments": arguments},
     }
 

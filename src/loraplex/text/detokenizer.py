@@ -41,12 +41,14 @@ class Detokenizer:
         *,
         ends: Collection[int] = (),
         with_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         """context: tokens before the first one; some tokenizers write a word differently at the start of a
         text.
 
         marks: texts of special tokens that are part of the output. ends: what ends an answer, no part of it
-        either way. with_stop: the stop string is part of it.
+        either way. with_stop: the stop string is part of it. min_tokens: no stop string completes before so
+        many.
         """
         self._codec = codec
         self._skip = skip_special
@@ -59,6 +61,7 @@ class Detokenizer:
         self._shown = len(self._decode().rstrip(_REPLACEMENT))
         self._read = len(self._window)
         self._count = 0
+        self._min_tokens = min_tokens
         self.stopped_at: int | None = None
 
     @property
@@ -113,7 +116,9 @@ class Detokenizer:
 
     def _release(self, text: str, *, shown: bool = True, final: bool = False) -> str:
         """Add `text`; give back what no stop string can reach any more."""
-        out, stopped = self._stops.add(text, shown=shown, final=final)
+        out, stopped = self._stops.add(
+            text, shown=shown, final=final, early=self._count < self._min_tokens + final
+        )
         if stopped:
             self.stopped_at = max(self._count - (1 if final else 0), 0)
         return out

@@ -37,14 +37,19 @@ def check_sampling(params: SamplingParams, codec: TextCodec | None) -> None:
     Ids from the tokenizer's size on are never sampled: what is said of them would say nothing.
     """
     if codec is None:
-        if params.stop_strings:
-            raise CallerError(
-                ErrorCode.TOKENIZER_MISSING,
-                "stop is text and the model folder has no tokenizer.json; leave it out",
-                param="stop",
-            )
+        for name, texts in (("stop", params.stop_strings), ("bad_words", params.bad_words)):
+            if texts:
+                raise CallerError(
+                    ErrorCode.TOKENIZER_MISSING,
+                    f"{name} is text and the model folder has no tokenizer.json; leave it out",
+                    param=name,
+                )
         return
-    for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+    for name, tokens in (
+        ("logit_bias", params.logit_bias),
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+    ):
         for token in tokens:
             if token >= codec.vocab_size:
                 raise CallerError(
@@ -56,16 +61,34 @@ def check_sampling(params: SamplingParams, codec: TextCodec | None) -> None:
                 )
 
 
+def word_tokens(params: SamplingParams, codec: TextCodec | None) -> tuple[tuple[int, ...], ...]:
+    """Token ids of `bad_words`, each as it begins a text and as it stands behind a space."""
+    if codec is None:
+        return ()
+    found: set[tuple[int, ...]] = set()
+    for word in params.bad_words:
+        bare = word.lstrip()
+        for text in (bare, " " + bare) if bare else (word,):
+            found.add(tuple(codec.encode(text, False)))
+    return tuple(sorted(found - {()}))
+
+
 def engine_sampling(
-    params: SamplingParams, seed: int, index: int, eos_token_ids: Iterable[int]
+    params: SamplingParams,
+    seed: int,
+    index: int,
+    eos_token_ids: Iterable[int],
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> EngineSampling:
     """The engine's part of `params` for sample `index`. seed: its prompt's.
 
-    eos_token_ids: end a request unless `ignore_eos`.
+    eos_token_ids: end a request unless `ignore_eos`, and come after `min_tokens` either way. bad_words: as
+    `word_tokens` gives them.
     """
-    stops = set(params.stop_token_ids)
+    ends, stops = set(eos_token_ids), set(params.stop_token_ids)
+    late = ends | stops if params.min_tokens else set()
     if not params.ignore_eos:
-        stops.update(eos_token_ids)
+        stops |= ends
     return EngineSampling(
         max_tokens=params.max_tokens,
         temperature=float(params.temperature),
@@ -80,4 +103,8 @@ def engine_sampling(
         stop_token_ids=tuple(sorted(stops)),
         logprobs=-1 if params.logprobs is None else params.logprobs,
         prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        min_tokens=params.min_tokens,
+        late_token_ids=tuple(sorted(late)),
+        allowed_token_ids=tuple(sorted(set(params.allowed_token_ids or ()))),
+        bad_words=bad_words,
     )

@@ -251,18 +251,30 @@ def _collect_multiples(schema: object, found: list[Decimal]) -> bool:
 
 
 class GuidedConstraint:
-    """`core.ports.Constraint`: one request's way through a grammar."""
+    """`core.ports.Constraint`: one request's way through a grammar. end: an end token that the grammar knows;
+    own_ends count as it.
+    """
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, end: int, own_ends: Sequence[int]) -> None:
         self.matcher = matcher
+        self._end, self._own_ends = end, own_ends
 
     def accept(self, token: int) -> bool:
         """Move on; whether nothing may follow. Raises `schema_unsupported` when the grammar outgrew its
         bounds.
         """
-        if not self.matcher.consume_token(token):
+        known = self._end if token in self._own_ends else token
+        if not self.matcher.consume_token(known):
             raise _refuse(f"it became too complex ({self.matcher.get_error()})")
         return bool(self.matcher.is_stopped())
+
+    def add_ends(self, mask: I32) -> None:
+        """Let the request's own ends stand in a mask where the grammar may end, and nowhere else."""
+        words = mask.view(np.uint32)
+        may_end = bool(words[self._end >> 5] >> np.uint32(self._end & 31) & 1)
+        for token in self._own_ends:
+            words[token >> 5] &= ~np.uint32(1 << (token & 31))
+            words[token >> 5] |= np.uint32(may_end << (token & 31))
 
 
 def _why_stuck(matcher: LLMatcher, mask: I32) -> str:
@@ -281,15 +293,15 @@ def _why_stuck(matcher: LLMatcher, mask: I32) -> str:
 class GuidanceGrammars:
     """`core.ports.Grammars` over a model's tokenizer."""
 
-    def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
-        """vocab_size: columns of the logits, which masks span."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: LLTokenizer, vocab_size: int, end: int) -> None:
+        """vocab_size: columns of the logits, which masks span. end: one of the tokenizer's end tokens."""
+        self._tokenizer, self._end = tokenizer, end
         self._width = mask_width(vocab_size)
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._executor = LLExecutor()
 
-    def open(self, grammar: str) -> Constraint | None:
+    def open(self, grammar: str, own_ends: Sequence[int] = ()) -> Constraint | None:
         """A constraint at its beginning; None while its grammar is being compiled."""
         known = self._compiled.get(grammar)
         if known is None:
@@ -303,7 +315,7 @@ class GuidanceGrammars:
             self._compiled.popitem(last=False)[1].cancel()
         if matcher.is_error():
             raise _refuse(matcher.get_error())
-        return GuidedConstraint(matcher.deep_copy())
+        return GuidedConstraint(matcher.deep_copy(), self._end, own_ends)
 
     def _compile(self, grammar: str) -> LLMatcher:
         """The grammar at its beginning, in the thread of its own.
@@ -320,19 +332,21 @@ class GuidanceGrammars:
     def masks(self, constraints: Sequence[Constraint]) -> tuple[I32, Sequence[str]]:
         """One mask a constraint, computed side by side without the interpreter."""
         masks = np.zeros((len(constraints), self._width), dtype=np.int32)
-        matchers = [self._matcher(constraint) for constraint in constraints]
-        if len(matchers) == 1:
-            fill_next_token_bitmask(matchers[0], masks)
+        held = [self._guided(constraint) for constraint in constraints]
+        if len(held) == 1:
+            fill_next_token_bitmask(held[0].matcher, masks)
         else:
-            rows = [(matcher, index) for index, matcher in enumerate(matchers)]
+            rows = [(constraint.matcher, index) for index, constraint in enumerate(held)]
             fill_next_token_bitmask_par(self._executor, rows, masks)
-        return masks, [_why_stuck(*pair) for pair in zip(matchers, masks, strict=True)]
+        for constraint, mask in zip(held, masks, strict=True):
+            constraint.add_ends(mask)
+        return masks, [_why_stuck(own.matcher, mask) for own, mask in zip(held, masks, strict=True)]
 
     @staticmethod
-    def _matcher(constraint: Constraint) -> LLMatcher:
+    def _guided(constraint: Constraint) -> GuidedConstraint:
         if not isinstance(constraint, GuidedConstraint):
             raise InternalFault(ErrorCode.INTERNAL, "a constraint came back that was not made here")
-        return constraint.matcher
+        return constraint
 
     def close(self) -> None:
         """Compile nothing more."""
@@ -352,4 +366,4 @@ def load_grammars(
         tokenizer = LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=ends)
     except Exception as error:  # noqa: BLE001 - whatever it is, the base is served without grammars
         return NoGrammars(f"llguidance cannot read the tokenizer: {error}")
-    return GuidanceGrammars(tokenizer, vocab_size)
+    return GuidanceGrammars(tokenizer, vocab_size, ends[0])

@@ -30,23 +30,34 @@ class StopStrings:
         self._plain = tuple(stop for stop in stops if stop not in self._spelled)
         self._held: list[tuple[str, bool]] = []
         """Characters, and whether they are shown."""
+        self._early = 0
+        """Of these, the first ones that no stop string may end with."""
 
-    def add(self, text: str, *, shown: bool = True, final: bool = False) -> tuple[str, bool]:
+    def add(
+        self, text: str, *, shown: bool = True, final: bool = False, early: bool = False
+    ) -> tuple[str, bool]:
         """What is final now, and whether a stop string is complete: then nothing of it is given. final:
-        nothing follows.
+        nothing follows. early: a stop string that completes in this text is none.
         """
         if not self._plain and not self._spelled:
             return (text if shown else ""), False
         if shown or self._spelled:
             self._held += [(character, shown) for character in text]
+        if early:
+            self._early = len(self._held)
         whole = "".join(character for character, _ in self._held)
         places = [index for index, (_, is_shown) in enumerate(self._held) if is_shown]
         seen = whole if len(places) == len(whole) else "".join(whole[index] for index in places)
-        hits = [(at + len(stop), at, stop) for stop in self._spelled if (at := whole.find(stop)) >= 0]
+        late = sum(at < self._early for at in places)
+        hits = [
+            (at + len(stop), at, stop)
+            for stop in self._spelled
+            if (at := _ending_after(whole, stop, self._early)) >= 0
+        ]
         hits += [
             (places[at + len(stop) - 1] + 1, places[at], stop)
             for stop in self._plain
-            if (at := seen.find(stop)) >= 0
+            if (at := _ending_after(seen, stop, late)) >= 0
         ]
         if hits:  # the one that completes first; of two that complete together, the longer one
             end, begin, self.completed = min(hits)
@@ -60,7 +71,13 @@ class StopStrings:
     def _release(self, cut: int) -> str:
         out = "".join(character for character, shown in self._held[:cut] if shown)
         self._held = self._held[cut:]
+        self._early = max(self._early - cut, 0)
         return out
+
+
+def _ending_after(text: str, stop: str, early: int) -> int:
+    """Where the first occurrence begins that ends behind the first `early` characters; -1 for none."""
+    return text.find(stop, max(early - len(stop) + 1, 0))
 
 
 def _begun(text: str, stops: Iterable[str]) -> int:

@@ -52,10 +52,11 @@ class Known:
         return index
 
 
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
 TOKENIZERS = {
     "spelled": byte_tokenizer(),
-    "special": tokenizer_with("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", special=True),
-    "added": tokenizer_with("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", special=False),
+    "special": tokenizer_with(*MARKS, special=True),
+    "added": tokenizer_with(*MARKS, special=False),
 }
 
 
@@ -99,6 +100,19 @@ CALLS = {
         '[TOOL_CALLS][{"name": "clock", "arguments": {}}]',
         "",
     ),
+    "mistral_args": (
+        f"[TOOL_CALLS]get_weather[ARGS]{OSLO}",
+        "[TOOL_CALLS]clock[CALL_ID]abcdef123[ARGS]{}",
+        "",
+    ),
+    "qwen3_coder": (
+        (
+            '<tool_call>\n<function=get_weather>\n<parameter=city>\n"Oslo"\n</parameter>\n<parameter=days>\n3\n'
+            "</parameter>\n</function>\n</tool_call>"
+        ),
+        "<tool_call><function=clock></function></tool_call>",
+        "\n",
+    ),
     "json": (f'{{"name": "get_weather", "arguments": {OSLO}}}', '{"name": "clock", "arguments": {}}', "\n"),
 }
 KINDS = pytest.mark.parametrize("kind", sorted(TOKENIZERS))
@@ -130,7 +144,7 @@ def test_auto_takes_text_or_calls_that_are_right(form: str, kind: str) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("form", ["hermes", "mistral"])
+@pytest.mark.parametrize("form", ["hermes", "mistral", "mistral_args", "qwen3_coder"])
 def test_text_may_stand_before_a_call_and_a_mark_in_it_begins_one(form: str, kind: str) -> None:
     tokenizer = TOKENIZERS[kind]
     grammar = use(form).grammar(Known(tokenizer))
@@ -179,8 +193,7 @@ def test_a_token_that_opens_llamas_calls_may_stand_before_them(kind: str) -> Non
 @pytest.mark.parametrize("parallel", [True, False])
 def test_added_tokens_that_are_not_special_may_stand_in_text(form: str, parallel: bool) -> None:
     """Models write what they think between such tokens before they call."""
-    marks = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
-    tokenizer = tokenizer_with(*marks, special=False)
+    tokenizer = tokenizer_with("<think>", "</think>", *MARKS, special=False)
     grammar = use(form, parallel=parallel).grammar(Known(tokenizer))
     thought = "<think>so {it} is</think>"
     assert writes(tokenizer, grammar, thought + "Hello") is True
@@ -191,7 +204,7 @@ def test_added_tokens_that_are_not_special_may_stand_in_text(form: str, parallel
         assert writes(tokenizer, grammar, thought + opened + first.replace("3", "8")) is not True
 
 
-@pytest.mark.parametrize("form", ["hermes", "mistral"])
+@pytest.mark.parametrize("form", ["hermes", "mistral", "mistral_args", "qwen3_coder"])
 def test_an_answer_under_a_schema_stands_beside_calls(form: str) -> None:
     tokenizer = TOKENIZERS["special"]
     grammar = use(form).grammar(Known(tokenizer), ANSWER)
@@ -222,7 +235,7 @@ def test_what_the_grammar_lets_through_reads_as_calls_of_the_tools(form: str) ->
             assert matcher.consume_token(ids[-1])
             assert len(ids) < 2000
         answer = tokenizer.decode([i for i in ids if i != 1], skip_special_tokens=False)
-        parser = FORMATS[form].parser()
+        parser = use(form).parser()
         said, ((name, arguments),) = said_and_called([*parser.push(answer), *parser.finish()])
         assert said == ""
         assert name in ("get_weather", "clock")
@@ -274,3 +287,77 @@ def test_schemas_are_bounded_together() -> None:
     with pytest.raises(CallerError, match="together") as refused:
         ToolUse(tuple(coprime), ToolChoice.AUTO, FORMATS["hermes"]).grammar(Known(byte_tokenizer()))
     assert refused.value.param == "tools"
+
+
+def arguments(tool: Tool, answer: str) -> dict[str, Any]:
+    parser = ToolUse((tool,), ToolChoice.AUTO, FORMATS["qwen3_coder"]).parser()
+    pieces = [part for character in answer for part in parser.push(character)]
+    said, ((name, found),) = said_and_called([*pieces, *parser.finish()])
+    assert (said, name) == ("", tool.name)
+    return dict(json.loads(found))
+
+
+def test_values_of_tags_are_text_or_json_by_their_schema() -> None:
+    text = {"type": "string", "description": "any"}
+    properties = {
+        "free": text,
+        "maybe": {"anyOf": [text, {"type": "null"}], "default": None},
+        "one": {"enum": ["a", "b\nc"], "type": "string"},
+        "either": {"anyOf": [text, {"type": "integer"}]},
+        "dated": {"type": "string", "format": "date"},
+        "deep": {"$ref": "#/$defs/point"},
+    }
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": ["free", "deep"],
+        "$defs": {"point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+    }
+    tool = tool_of(0, "f", None, schema)
+    asked = ToolUse((tool,), ToolChoice.REQUIRED, FORMATS["qwen3_coder"])
+    tokenizer = TOKENIZERS["special"]
+    grammar = asked.grammar(Known(tokenizer))
+
+    def answer(**values: str) -> str:
+        lines = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()]
+        return f"<tool_call>\n<function=f>\n{''.join(lines)}</function>\n</tool_call>"
+
+    whole = answer(
+        free=' 7 "</parameter>\n',
+        maybe="null",
+        one="b\nc",
+        either='"7"',
+        dated='"2020-01-31"',
+        deep='{"x": 1}',
+    )
+    assert writes(tokenizer, grammar, whole) is True
+    assert arguments(tool, whole) == {
+        "free": ' 7 "</parameter>\n', "maybe": None, "one": "b\nc",
+        "either": "7", "dated": "2020-01-31", "deep": {"x": 1},
+    }  # fmt: skip
+    least = answer(free="null", maybe="nullable", deep='{"x": 2}')
+    assert writes(tokenizer, grammar, least) is True
+    assert arguments(tool, least) == {"free": "null", "maybe": "nullable", "deep": {"x": 2}}
+    for wrong in (
+        answer(free="x"),
+        answer(free="x", one="c", deep='{"x": 1}'),
+        answer(free="x", either="text", deep='{"x": 1}'),
+        answer(free="x", deep='{"x": "1"}'),
+        answer(free="x", dated='"today"', deep='{"x": 1}'),
+    ):
+        assert writes(tokenizer, grammar, wrong) is not True, wrong
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "anyOf": [{"required": ["a"]}], "properties": {"a": {}}},
+        {"type": "object", "minProperties": 1, "properties": {"a": {}}},
+        {"type": "object", "properties": {"a>b": {}}},
+    ],
+)
+def test_arguments_that_tags_cannot_be_held_to_are_refused(parameters: dict[str, Any]) -> None:
+    tool = Tool("f", None, parameters)
+    with pytest.raises(CallerError) as refused:
+        ToolUse((tool,), ToolChoice.AUTO, FORMATS["qwen3_coder"]).grammar(Known(byte_tokenizer()))
+    assert refused.value.code is ErrorCode.SCHEMA_UNSUPPORTED

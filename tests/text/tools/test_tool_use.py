@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from tests.text.tools.tool_cases import (
+    ARGS_TEMPLATE,
     CLOCK,
+    CODER_TEMPLATE,
     HERMES_TEMPLATE,
     LLAMA_TEMPLATE,
     MISTRAL_TEMPLATE,
@@ -64,6 +66,8 @@ def rendered(source: str, form: str | None = None, messages: list[Message] = HIS
         (HERMES_TEMPLATE, "hermes"),
         (LLAMA_TEMPLATE, "llama3"),
         (MISTRAL_TEMPLATE, "mistral"),
+        (ARGS_TEMPLATE, "mistral_args"),
+        (CODER_TEMPLATE, "qwen3_coder"),
         (PLAIN_TEMPLATE, "json"),
         (XML_TEMPLATE, None),
         (HERMES_TEMPLATE + "{% if tools %}{{ raise_exception('no tools') }}{% endif %}", None),

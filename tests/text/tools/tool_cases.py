@@ -70,6 +70,39 @@ ANSWERS: dict[str, list[tuple[str, str, list[Call]]]] = {
         ("[TOOL_CALLS] []", "[TOOL_CALLS] []", []),
         ("[TOOL_CALLS]", "[TOOL_CALLS]", []),
     ],
+    "mistral_args": [
+        ("[TOOL_CALL] is no mark", "[TOOL_CALL] is no mark", []),
+        ("[TOOL_CALLS]clock[ARGS]{}", "", [("clock", "{}")]),
+        (
+            (
+                'Yes. [TOOL_CALLS]a[ARGS]{"x": [[], "]}\\"{"]}\n[TOOL_CALLS] b[CALL_ID]abcdef123[ARGS] '
+                '{"y": {"z": null}}'
+            ),
+            "Yes.",
+            [("a", '{"x": [[], "]}\\"{"]}'), ("b", '{"y": {"z": null}}')],
+        ),
+        ("[TOOL_CALLS]none", "[TOOL_CALLS]none", []),
+        ("[TOOL_CALLS]a {}", "[TOOL_CALLS]a {}", []),
+        ('[TOOL_CALLS]cut[ARGS]{"x": "', "", [("cut", '{"x": "')]),
+        ("[TOOL_CALLS]", "[TOOL_CALLS]", []),
+    ],
+    "qwen3_coder": [
+        ("no call <tool_cal", "no call <tool_cal", []),
+        ("<tool_call>\n<function=clock>\n</function>\n</tool_call>", "", [("clock", "{}")]),
+        (
+            (
+                "So: <tool_call>\n<function=a>\n<parameter=x>\n[1, {}]\n</parameter>\n<parameter=y>\n"
+                "it's \"</par\n\n</parameter>\n"
+                "</function>\n</tool_call>\n<tool_call><function=b></function></tool_call>\ndone"
+            ),
+            "So: \n\ndone",
+            [("a", '{"x": [1, {}], "y": "it\'s \\"</par\\n"}'), ("b", "{}")],
+        ),
+        ("<tool_call> that is none", "<tool_call> that is none", []),
+        ("<tool_call><function=a", "<tool_call><function=a", []),
+        ("<tool_call><func", "<tool_call><func", []),
+        ("<tool_call><function=cut><parameter=x>\nab", "", [("cut", '{"x": ')]),
+    ],
     "json": [
         ("Hello {you}", "Hello {you}", []),
         ('{"name": "clock", "arguments": {}}', "", [("clock", "{}")]),
@@ -107,6 +140,20 @@ MISTRAL_TEMPLATE = (
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
     "{% endfor %}]</s>{% elif m.role == 'tool' %}[R]{{ m.content }} {{ m.tool_call_id }}[/R]"
     "{% else %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
+)
+ARGS_TEMPLATE = (
+    "<s>{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}"
+    "{% if m.tool_calls is defined %}{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]"
+    "{{ c.function.arguments | tojson }}{% endfor %}</s>{% else %}[INST]{{ m.content }}[/INST]{% endif %}"
+    "{% endfor %}"
+)
+CODER_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for k, v in c.function.arguments | items %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 XML_TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content "

@@ -153,7 +153,7 @@ async def put_adapter(call: Call) -> None:
         source,
         call.caller.name,
         expected=request.expected_revision,
-        drain=request.drain,
+        drain=bool(request.drain),
         text=request.text,
     )
     call.facts.model = revision.name

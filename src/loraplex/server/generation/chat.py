@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
@@ -24,6 +24,7 @@ from loraplex.server.answers import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
+    PromptLogprobs,
     event,
     failure,
 )
@@ -36,8 +37,8 @@ from loraplex.server.generation.generate import (
     need_codec,
     truncated,
 )
-from loraplex.server.generation.logprobs import chat_logprobs
-from loraplex.server.generation.sampling_fields import sampling_params
+from loraplex.server.generation.logprobs import chat_logprobs, check_scores, prompt_logprobs
+from loraplex.server.generation.sampling_fields import sampling_params, scored_prompt
 from loraplex.server.generation.serving import About, Prepared, serve
 from loraplex.server.routing import Call, read_body, require_fitting
 from loraplex.server.wire import ChatRequest, TokenizeRequest
@@ -83,6 +84,7 @@ class Chat:
         params = _parameters(call, request, len(ids))
         check_sampling(params, codec)
         check_submitted(len(ids), params.n)
+        check_scores(len(ids), 1, params.prompt_logprobs, "prompt_logprobs")
         return Prepared(given, [ids], params, tools=tools)
 
     def rendering(
@@ -171,7 +173,8 @@ def _parameters(call: Call, request: ChatRequest, prompt_tokens: int) -> Samplin
     if given is None:
         check_context(call.service, prompt_tokens, 1, "messages")
         given = call.service.engine_info["max_model_len"] - prompt_tokens
-    params = sampling_params(request, given, (request.top_logprobs or 0) if request.logprobs else None)
+    top = (request.top_logprobs or 0) if request.logprobs else None
+    params = sampling_params(request, given, top, scored_prompt(request))
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     check_context(call.service, prompt_tokens, params.max_tokens, name)
     return params
@@ -271,12 +274,21 @@ class ChatRendering:
             **self._about.fields(choices),
             usage=self._generation.usage(),
             prompt_token_ids=list(self._prepared.ids[0]) if self._with_ids else UNSET,
+            prompt_logprobs=self._prompt_scores(parts[0]),
         )
 
     def _event(self, choice: ChatChoice) -> bytes:
         usage = self._about.chunk_usage(self._generation.usage)
         return event(
             ChatCompletion(object="chat.completion.chunk", **self._about.fields([choice]), usage=usage)
+        )
+
+    def _prompt_scores(self, pieces: Sequence[Piece]) -> PromptLogprobs | UnsetType:
+        top = self._request.prompt_logprobs
+        if top is None:
+            return UNSET
+        return prompt_logprobs(
+            self._codec, [entry for piece in pieces for entry in piece.prompt_logprobs], top
         )
 
     def _ids(self, ids: list[int]) -> Any:

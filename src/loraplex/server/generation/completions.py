@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
@@ -20,6 +20,7 @@ from loraplex.server.answers import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    PromptLogprobs,
     Usage,
     event,
     failure,
@@ -33,8 +34,8 @@ from loraplex.server.generation.generate import (
     need_codec,
     truncated,
 )
-from loraplex.server.generation.logprobs import CompletionScores, joined
-from loraplex.server.generation.sampling_fields import sampling_params
+from loraplex.server.generation.logprobs import CompletionScores, check_scores, joined, prompt_logprobs
+from loraplex.server.generation.sampling_fields import sampling_params, scored_prompt
 from loraplex.server.generation.serving import About, Prepared, serve
 from loraplex.server.routing import Call, read_body, require_fitting
 from loraplex.server.service import Service
@@ -86,7 +87,8 @@ class Completions:
             check_context(service, len(tokens), params.max_tokens, "max_tokens")
         total = sum(map(len, ids))
         check_submitted(total, params.n)
-        _check_scores(total, params)
+        param = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        check_scores(total, params.n, params.prompt_logprobs, param)
         return Prepared(given, ids, params, echoes)
 
     def rendering(
@@ -94,22 +96,6 @@ class Completions:
     ) -> CompletionRendering:
         """The chunks and body of completions."""
         return CompletionRendering(about, request, prepared, generation)
-
-
-def _check_scores(prompt_tokens: int, params: SamplingParams) -> None:
-    """Raise `invalid_request` where the prompts' log probabilities would be more than one answer holds."""
-    if params.prompt_logprobs is None:
-        return
-    scores = prompt_tokens * params.n * (params.prompt_logprobs + 1)
-    if scores > limits.MAX_PROMPT_LOGPROBS:
-        raise CallerError(
-            ErrorCode.INVALID_REQUEST,
-            f"{prompt_tokens} prompt tokens with {params.prompt_logprobs} alternatives in {params.n} samples "
-            f"make {scores} "
-            f"log probabilities, the limit is {limits.MAX_PROMPT_LOGPROBS}; send fewer prompts at a time or "
-            "lower logprobs",
-            param="logprobs",
-        )
 
 
 def _read(
@@ -162,7 +148,10 @@ def _parameters(request: CompletionRequest) -> SamplingParams:
     given = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     top = request.logprobs
     params = sampling_params(
-        request, max(given, 1) if echo_only else given, top, top if request.echo else None
+        request,
+        max(given, 1) if echo_only else given,
+        top,
+        scored_prompt(request, top if request.echo else None),
     )
     if request.best_of not in (None, params.n):
         raise CallerError(
@@ -191,6 +180,7 @@ class CompletionRendering:
             if request.logprobs is None
             else [CompletionScores(about.served.codec, request.logprobs) for _ in range(count)]
         )
+        self._prompt_top = request.prompt_logprobs
         self._begun: set[int] = set()
 
     def opening(self) -> bytes:
@@ -222,8 +212,19 @@ class CompletionRendering:
 
     def whole(self, parts: dict[int, list[Piece]]) -> msgspec.Struct:
         """The answer with its texts."""
-        choices = [_merge([self._choice(piece) for piece in pieces]) for pieces in parts.values()]
+        scored = {index: self._prompt_scores(pieces) for index, pieces in parts.items()}
+        n = self._prepared.params.n
+        choices = [
+            _merge([self._choice(piece) for piece in pieces], scored[index // n * n])
+            for index, pieces in parts.items()
+        ]
         return Completion(**self._about.fields(choices), usage=self._usage())
+
+    def _prompt_scores(self, pieces: Sequence[Piece]) -> PromptLogprobs | UnsetType:
+        if self._prompt_top is None:
+            return UNSET
+        entries = [entry for piece in pieces for entry in piece.prompt_logprobs]
+        return prompt_logprobs(self._about.served.codec, entries, self._prompt_top)
 
     def _choice(self, piece: Piece) -> CompletionChoice:
         index = piece.choice
@@ -264,8 +265,8 @@ def _echo(codec: TextCodec | None, item: str | list[int]) -> str:
     return "" if codec is None else codec.decode(item, skip_special=False)
 
 
-def _merge(parts: list[CompletionChoice]) -> CompletionChoice:
-    """One choice from its pieces."""
+def _merge(parts: list[CompletionChoice], of_prompt: PromptLogprobs | UnsetType) -> CompletionChoice:
+    """One choice from its pieces. of_prompt: log probabilities of its prompt."""
     scored = [part.logprobs for part in parts if part.logprobs is not None]
     last = parts[-1]
     return CompletionChoice(
@@ -276,4 +277,5 @@ def _merge(parts: list[CompletionChoice]) -> CompletionChoice:
         stop_reason=last.stop_reason,
         token_ids=UNSET if last.token_ids is UNSET else [t for part in parts for t in part.token_ids or ()],
         prompt_token_ids=parts[0].prompt_token_ids,
+        prompt_logprobs=of_prompt,
     )

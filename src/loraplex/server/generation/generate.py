@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
@@ -119,7 +119,8 @@ class Job:
     is none.
 
     keys: of each prompt. namespace: of the prefix cache. grammar: what every sample must follow, if anything.
-    tools: what every sample may call.
+    tools: what every sample may call. bad_words: token ids. scores_each: log probabilities of a prompt come
+    with every sample, not only with its first.
     """
 
     request_id: str
@@ -133,6 +134,8 @@ class Job:
     deadline_ns: int
     grammar: str | None = None
     tools: ToolUse | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    scores_each: bool = False
 
 
 def urgency(request: GenerationFields, arrival_ns: int) -> tuple[int, int]:
@@ -325,10 +328,9 @@ class Generation:
 
     def _submits(self) -> list[Submit]:
         job = self._job
-        ends = {
-            *self._service.engine_info.get("eos_token_ids", ()),
-            *further_ends(self._model.codec, self._service.codec),
-        }
+        own = further_ends(self._model.codec, self._service.codec)
+        ends = {*self._service.engine_info.get("eos_token_ids", ()), *own}
+        later = replace(job.params, prompt_logprobs=None)
         packed = [
             (np.array(ids, dtype="<i4").tobytes(), prompt_seed(job.params), keys)
             for ids, keys in zip(job.prompts, job.keys, strict=True)
@@ -337,13 +339,16 @@ class Generation:
             Submit(
                 request_id=f"{job.request_id}.{index}",
                 prompt=prompt,
-                sampling=engine_sampling(job.params, seed, sample, ends),
+                sampling=engine_sampling(
+                    job.params if job.scores_each or not sample else later, seed, sample, ends, job.bad_words
+                ),
                 adapter=self._model.key,
                 tenant=job.tenant,
                 priority=job.priority,
                 arrival_ns=job.arrival_ns,
                 deadline_ns=job.deadline_ns,
                 grammar=job.grammar,
+                own_ends=() if job.grammar is None else tuple(sorted(own)),
                 namespace=job.namespace,
                 block_keys=keys.block_keys,
                 invoked_at=keys.invoked_at,

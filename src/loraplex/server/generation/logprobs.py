@@ -1,16 +1,20 @@
-"""Log probabilities in OpenAI's two shapes. The engine's entries have the actual token first, then the top
-ones.
+"""Log probabilities in OpenAI's two shapes, and vLLM's of a prompt. The engine's entries have the actual
+token first, then the top ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loraplex.core import limits
+from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.messages import TokenLogprobs
 from loraplex.server.answers import (
     LOGPROB_FLOOR,
     ChatLogprobs,
     CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
     TokenLogprob,
     TopLogprob,
 )
@@ -83,3 +87,36 @@ def _chat_entry(codec: TextCodec, entry: TokenLogprobs, top: int) -> TokenLogpro
     ]
     actual = listed[0]
     return TokenLogprob(actual.token, actual.logprob, actual.bytes, listed[1 : top + 1])
+
+
+def check_scores(prompt_tokens: int, samples: int, top: int | None, param: str) -> None:
+    """Raise `invalid_request` where the prompts' log probabilities would be more than one answer holds. top:
+    alternatives a position; None is none at all.
+    """
+    if top is None:
+        return
+    scores = prompt_tokens * samples * (top + 1)
+    if scores > limits.MAX_PROMPT_LOGPROBS:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            f"{prompt_tokens} prompt tokens with {top} alternatives in {samples} samples make {scores} log "
+            f"probabilities, the limit is {limits.MAX_PROMPT_LOGPROBS}; send fewer prompts at a time or "
+            f"lower {param}",
+            param=param,
+        )
+
+
+def prompt_logprobs(codec: TextCodec | None, entries: Sequence[TokenLogprobs], top: int) -> PromptLogprobs:
+    """Entries of a prompt's positions from the second on, in vLLM's shape. top: alternatives a position."""
+    return [None, *(_prompt_entry(codec, entry, top) for entry in entries)]
+
+
+def _prompt_entry(codec: TextCodec | None, entry: TokenLogprobs, top: int) -> dict[int, PromptLogprob]:
+    ranks = (entry.rank, *range(1, top + 1))
+    listed = zip(
+        ranks, entry.ids, entry.values, strict=False
+    )  # it may have more entries than were asked here
+    return {
+        token: PromptLogprob(_finite(value), rank, None if codec is None else codec.token_text(token))
+        for rank, token, value in listed
+    }

@@ -15,7 +15,7 @@ _SAME_NAME = (
     "n", "stop", "seed", "temperature", "top_p", "presence_penalty", "frequency_penalty", "ignore_eos",
     "min_p",
     "top_k", "repetition_penalty", "alora_fallback", "stop_token_ids", "skip_special_tokens",
-    "include_stop_str_in_output",
+    "include_stop_str_in_output", "min_tokens", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 
 _MAX_TOKEN_DIGITS = 20
@@ -31,6 +31,24 @@ def sampling_params(
     if request.logit_bias:
         given["logit_bias"] = {_token(key): bias for key, bias in request.logit_bias.items()}
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, **given)
+
+
+def scored_prompt(request: GenerationFields, echoed: int | None = None) -> int | None:
+    """Alternatives reported at each position of the prompt; None where nothing is. echoed: as the repeated
+    prompt of a completion asks for them.
+
+    Raises `invalid_request` for a stream, which has no place for them.
+    """
+    asked = request.prompt_logprobs
+    if asked is None:
+        return echoed
+    if request.stream:
+        raise CallerError(
+            ErrorCode.INVALID_REQUEST,
+            "prompt_logprobs are not available when stream is true; leave one of them out",
+            param="prompt_logprobs",
+        )
+    return asked if echoed is None or asked < 0 else max(asked, echoed)
 
 
 def _token(key: str) -> int:

@@ -33,7 +33,8 @@ from loraplex.server.wire import (
     TextFormat,
 )
 from loraplex.text.assembly import Piece
-from loraplex.text.codec import TextCodec
+from loraplex.text.codec import SHORT_TEXT_CHARS, TextCodec
+from loraplex.text.engine_sampling import word_tokens
 from loraplex.text.grammars import schema_grammar
 from loraplex.text.structured import form_grammar
 from loraplex.text.tools.tool_use import ToolUse
@@ -152,6 +153,7 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
         keys = await keyed(service, named, prepared.ids, tenant, fallback, endpoint.param)
         model = keys.model
         grammar = await _grammar(call, request, prepared.tools)
+        words = await _bad_words(call, prepared.params, model)
         answer_id = f"{endpoint.prefix}{exchange.request_id}"
         job = Job(
             f"{answer_id}.{next(call.site.serial)}",
@@ -165,6 +167,8 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
             deadline,
             grammar,
             prepared.tools,
+            bad_words=words,
+            scores_each=prepared.echoes is not None,
         )
         exchange.answer_headers |= model.headers
         call.facts.model, call.facts.stream = model.name, bool(request.stream)
@@ -234,6 +238,12 @@ async def _collect(generation: Generation) -> dict[int, list[Piece]]:
         for piece in pieces:
             parts.setdefault(piece.choice, []).append(piece)
     return dict(sorted(parts.items()))
+
+
+async def _bad_words(call: Call, params: SamplingParams, model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Token ids of `bad_words`, as the model's tokenizer spells them."""
+    long = sum(map(len, params.bad_words)) > SHORT_TEXT_CHARS // 4  # many short texts take longer than one
+    return await call.service.workers.run_if(long, lambda: word_tokens(params, model.codec))
 
 
 async def _grammar(call: Call, request: GenerationFields, tools: ToolUse | None) -> str | None:

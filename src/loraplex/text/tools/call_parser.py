@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
+from typing import Protocol
 
 from loraplex.text.tools.call_scan import CallScanner
 from loraplex.text.tools.tool_types import BLANKS, CallDelta
@@ -21,7 +23,7 @@ class CallMarks:
 
     begin: text that opens calls anywhere, or nothing. leading: an object at the beginning of an answer opens
     them too. head: stands between `begin` and the first call. between: stands between two calls. end: closes
-    the calls. arguments_keys: under which of its keys an object holds arguments.
+    the calls. arguments_keys: under which of its keys an object holds arguments. inside: further marks.
     """
 
     begin: str
@@ -30,11 +32,39 @@ class CallMarks:
     between: str = ""
     end: str = ""
     arguments_keys: tuple[str, ...] = ("arguments",)
+    inside: tuple[str, ...] = ()
 
     @property
     def texts(self) -> frozenset[str]:
         """Texts that the parser must see, also where one is a special token."""
-        return frozenset(filter(None, (self.begin, self.end)))
+        return frozenset(filter(None, (self.begin, self.end, *self.inside)))
+
+
+class Scanner(Protocol):
+    """Reads one call as it comes: what `CallScanner` is to one that is a JSON object."""
+
+    @property
+    def began(self) -> bool:
+        """Whether the name is known."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether the call is complete."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """Whether what was read is no call."""
+        ...
+
+    def feed(self, text: str) -> int:
+        """Read on; how many characters were taken, fewer than all where the call is complete or is none."""
+        ...
+
+    def take(self) -> tuple[str | None, str]:
+        """The name, once, as soon as it is known, and what the arguments gained since."""
+        ...
 
 
 class _In(Enum):
@@ -48,9 +78,13 @@ class _In(Enum):
 class CallParser:
     """One answer. calls: how many began."""
 
-    def __init__(self, marks: CallMarks, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self, marks: CallMarks, new_id: Callable[[], str], new_scanner: Callable[[], Scanner] | None = None
+    ) -> None:
+        """new_scanner: for each call; one of a JSON object where it is left out."""
         self.calls = 0
         self._marks = marks
+        self._new_scanner = new_scanner or partial(CallScanner, marks.arguments_keys)
         self._new_id = new_id
         self._in = _In.START if marks.leading else _In.TEXT
         self._buffer = ""
@@ -58,7 +92,7 @@ class CallParser:
         self._said = False
         self._raw = ""
         """The opening of a call whose name is not known yet: text after all, if it is none."""
-        self._scanner = CallScanner(marks.arguments_keys)
+        self._scanner: Scanner = self._new_scanner()
         self._out: list[str | CallDelta] = []
 
     def push(self, text: str) -> list[str | CallDelta]:
@@ -113,20 +147,22 @@ class CallParser:
             self._buffer = buffer[at + len(begin) :]
             self._open(begin, _In.HEAD)
             return True
-        kept = 0 if final else _begun(buffer, begin)
+        kept = 0 if final else begun(buffer, begin)
         self._say(buffer[: len(buffer) - kept])
         self._buffer = buffer[len(buffer) - kept :]
         return False
 
     def _open(self, raw: str, state: _In) -> None:
         self._raw, self._in = raw, state
-        self._scanner = CallScanner(self._marks.arguments_keys)
+        self._scanner = self._new_scanner()
 
     def _head(self, final: bool) -> bool:
         head = self._marks.head
         rest = self._buffer.lstrip(BLANKS)
         if rest or not head:
             taken = len(self._buffer) - len(rest)
+            if not final and head.startswith(rest) and rest != head:
+                return False
             if not rest.startswith(head):
                 return self._no_call()
             self._raw += self._buffer[:taken] + head
@@ -195,7 +231,7 @@ class CallParser:
         self._out.append(body)
 
 
-def _begun(text: str, mark: str) -> int:
+def begun(text: str, mark: str) -> int:
     """Length of the longest end of a text that begins a mark."""
     return next(
         (size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from loraplex.core.errors import CallerError
-from loraplex.text.tools import hermes, llama3, mistral, plain_json
+from loraplex.text.tools import hermes, llama3, mistral, mistral_args, plain_json, qwen3_coder
 from loraplex.text.tools.tool_format import ToolFormat
 from loraplex.text.tools.tool_types import Message, Tool, joined
 
 FORMATS: Final[Mapping[str, ToolFormat]] = {
-    module.FORMAT.name: module.FORMAT for module in (hermes, llama3, mistral, plain_json)
+    module.FORMAT.name: module.FORMAT
+    for module in (hermes, llama3, mistral, mistral_args, qwen3_coder, plain_json)
 }
 """By name. Of two that could read a call, the first is a model's."""
 Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
@@ -67,7 +68,7 @@ def _written(render: Render) -> str:
 
 
 def _reads(form: ToolFormat, answer: str) -> bool:
-    parser = form.parser()
+    parser = form.parser((_TOOL,))
     parts = [*parser.push(answer), *parser.finish()]
     calls = joined([part for part in parts if not isinstance(part, str)])
     if len(calls) != 1 or calls[0].name != "probe":

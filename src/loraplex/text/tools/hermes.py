@@ -34,7 +34,6 @@ class Hermes(ToolFormat):
     def grammar(self, asked: Asked, embed: Callable[[dict[str, Any]], str], vocabulary: Vocabulary) -> str:
         """Text until a call begins; the call; then text again, or nothing where there is to be one call."""
         at_once = asked.required or asked.answer is not None
-        schema = {**call_schema(asked.tools, "arguments"), **definitions(asked.tools)}
         calls = "tool" if asked.single else "tool (ws? tool)*"
         if asked.answer is not None and not asked.required:
             start = f"start: answer | {calls}\nanswer: %json {asked.answer}\n"
@@ -48,8 +47,13 @@ class Hermes(ToolFormat):
                 start = f"start: {'(said | tool)' if rule else 'tool'}* TEXT\n{rule}"
         return (
             f"{RULES}{start}{opening(BEGIN, vocabulary, at_once=at_once)}"
-            f"tool: opened ws? call ws? {mark(END, vocabulary)}\ncall: %json {embed(schema)}\n"
+            f"tool: opened ws? call ws? {mark(END, vocabulary)}\n{self.call_rules(asked.tools, embed)}"
         )
+
+    def call_rules(self, tools: Sequence[Tool], embed: Callable[[dict[str, Any]], str]) -> str:
+        """The rule `call`, what stands between the marks, and those that it is made of."""
+        schema = {**call_schema(tools, "arguments"), **definitions(tools)}
+        return f"call: %json {embed(schema)}\n"
 
     def call_text(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """One tagged object a call."""

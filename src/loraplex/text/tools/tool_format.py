@@ -27,8 +27,8 @@ class ToolFormat(ABC):
     marks: ClassVar[CallMarks]
     holds_answers: ClassVar[bool] = True
 
-    def parser(self) -> CallParser:
-        """A parser of one answer."""
+    def parser(self, tools: Sequence[Tool] = ()) -> CallParser:
+        """A parser of one answer. tools: what it may call."""
         return CallParser(self.marks, self.new_id)
 
     @abstractmethod

@@ -63,7 +63,7 @@ class ToolUse:
 
     def parser(self) -> CallParser:
         """For one sample."""
-        return self.form.parser()
+        return self.form.parser(self.tools)
 
     def grammar(self, vocabulary: Vocabulary, answer: Mapping[str, Any] | None = None) -> str:
         """What the answer must follow. answer: schema of an answer without calls. May take long.
