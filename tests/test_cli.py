@@ -230,6 +230,9 @@ def test_adapters_of_a_running_server(loraplex: Callable[..., Result]) -> None:
     assert "4 of 4 tensors applied" in loraplex("adapters", "add", "a/b", "/x").out
     assert "sql@3" in loraplex("adapters", "swap", "sql", "/y").out
     assert loraplex("adapters", "swap", "sql", "/y", "--expected", "2", "--drain").status == 0
+    assert loraplex("adapters", "add", "c", "/x", "--text", "base").status == 0
+    assert loraplex("adapters", "swap", "sql", "/y", "--expected", "3", "--text", "adapter").status == 0
+    assert loraplex("adapters", "add", "c", "/x", "--text", "mine").status != 0
     assert "sql is removed" in loraplex("adapters", "remove", "sql").out
     assert FakeServer.asked[0] == ("GET", "/v1/adapters?limit=1000", None, "Bearer secret")
     assert [(m, p, b) for m, p, b, _ in FakeServer.asked[3:]] == [
@@ -238,6 +241,13 @@ def test_adapters_of_a_running_server(loraplex: Callable[..., Result]) -> None:
         ("GET", "/v1/adapters/sql", None),
         ("PUT", "/v1/adapters/sql", {"source": "/y", "expected_revision": 3, "drain": False}),
         ("PUT", "/v1/adapters/sql", {"source": "/y", "expected_revision": 2, "drain": True}),
+        ("POST", "/v1/load_lora_adapter", {"lora_name": "c", "lora_path": "/x", "text": "base"}),
+        ("GET", "/v1/adapters/c", None),
+        (
+            "PUT",
+            "/v1/adapters/sql",
+            {"source": "/y", "expected_revision": 3, "drain": False, "text": "adapter"},
+        ),
         ("DELETE", "/v1/adapters/sql", None),
     ]
 

@@ -142,6 +142,35 @@ def test_what_is_revoked_while_it_is_registered_does_not_stay() -> None:
     asyncio.run(scenario())
 
 
+def test_a_restarted_engine_gets_back_what_requests_hold_of_superseded_revisions() -> None:
+    async def test(service: AdapterService, engine: Engine, preparing: Preparing) -> None:
+        for source in ("x", "y", "z"):
+            await service.put(named("a"), source)
+            if source != "z":
+                await service.settled()
+        await service.add(named("b"), "v")
+        async with service.serving("a@1") as (revision, _), service.serving("b") as (removed, _):
+            await service.remove(named("b"))
+            await turns()
+            engine.sent.clear()
+            assert await service.restore() == {}
+            held = {key("z"), revision.key, removed.key}
+            assert sorted(engine.sent) == sorted(("+", of) for of in held)
+            service.controls.forbid(removed.key)
+            engine.sent.clear()
+            assert await service.restore() == {}
+            assert sorted(engine.sent) == sorted(("+", of) for of in held - {removed.key})
+            engine.refuse[revision.key] = CallerError(ErrorCode.ADAPTER_TOO_LARGE, "too large")
+            assert set(await service.restore()) == {revision.key[:12]}
+            engine.refuse.clear()
+            await service.restore()
+            engine.sent.clear()
+        await service.settled()
+        assert engine.sent == [("-", key("x"))]
+
+    run(test)
+
+
 def test_a_pin_goes_to_what_the_alias_stands_for_when_its_turn_comes() -> None:
     async def test(service: AdapterService, engine: Engine, preparing: Preparing) -> None:
         await service.add(named("a"), "x")

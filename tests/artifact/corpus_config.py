@@ -98,6 +98,12 @@ def config_cases() -> list[Case]:
         ("velora_config", {"a": 1}, UNSUPPORTED),
         ("monteclora_config", {"a": 1}, UNSUPPORTED), ("megatron_config", {"a": 1}, UNSUPPORTED),
         ("ensure_weight_tying", 1, CONFIG),
+        *(
+            (name, {}, UNSUPPORTED)
+            for name in ("kasa_config", "velora_config", "arrow_config", "monteclora_config", "use_bdlora")
+        ),
+        ("rank_pattern", {f"{'.*' * 200}{index}": 4 for index in range(400)}, CONFIG),
+        ("x" * 100_000, 1, UNSUPPORTED), ("tomorrows_config", {}, UNSUPPORTED),
         ("use_something_new", True, UNSUPPORTED), ("scale_multiplier", 2, UNSUPPORTED),
         ("lora_alpah", 16, UNSUPPORTED),
         ("task_type", 7, CONFIG), ("base_model_name_or_path", 7, CONFIG), ("inference_mode", "yes", CONFIG),

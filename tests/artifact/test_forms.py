@@ -75,6 +75,7 @@ def test_names_do_not_change_the_identity(tmp_path: Path, change: Callable[[str]
         {"fan_in_fan_out": True},
         {"peft_version": "0.9.0"},
         {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "Gaussian"},
         {"init_lora_weights": False},
         {"init_lora_weights": None},
         {"auto_mapping": {"a": "b"}},

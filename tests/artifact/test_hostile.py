@@ -12,14 +12,22 @@ import pytest
 from tests.artifact.corpus_config import LFS_POINTER, WEIGHTS
 from tests.artifact.tiny import LAYERS, edit_config, tiny_base, write_lora
 
-from loraplex.artifact import matching
-from loraplex.artifact.jsontext import MAX_DEPTH, JsonError, parse_object, show
+from loraplex.artifact import fields, matching
+from loraplex.artifact.companions import Companions, read_companions
+from loraplex.artifact.jsontext import MAX_DEPTH, MAX_VALUES, JsonError, parse_object, show
 from loraplex.artifact.matching import Selector
 from loraplex.artifact.patterns import StepBudget
 from loraplex.artifact.peft_config import decode_config
 from loraplex.artifact.read_artifact import load_adapter
 from loraplex.core.errors import CallerError, ErrorCode
-from loraplex.core.limits import MAX_ADAPTER_TENSORS, MAX_PATTERN_ENTRIES, MAX_PATTERN_STEPS
+from loraplex.core.limits import (
+    MAX_ADAPTER_TENSORS,
+    MAX_ERROR_PARAM_CHARS,
+    MAX_PATTERN_ENTRIES,
+    MAX_PATTERN_STEPS,
+    MAX_PATTERNS_CHARS,
+    MAX_TOKENIZER_VALUES,
+)
 
 
 def refusal(folder: Path) -> CallerError:
@@ -117,6 +125,61 @@ def test_a_plain_pattern_keeps_its_place_among_others() -> None:
     assert ranks["lm_head"] == 4
 
 
+def test_patterns_are_counted_together_before_one_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parsed(_: str) -> None:
+        raise AssertionError("a pattern was parsed")
+
+    monkeypatch.setattr(fields, "compile_pattern", parsed)
+    for name in ("rank_pattern", "alpha_pattern"):
+        folder = write_lora(tmp_path / name)
+        entries = {f"{'.*' * 100}{index}": 4 for index in range(1000)}
+        edit_config(folder, lambda c, name=name, entries=entries: c | {name: entries})
+        error = refusal(folder)
+        assert (error.code, error.param) == (ErrorCode.ADAPTER_CONFIG_INVALID, name)
+        assert str(MAX_PATTERNS_CHARS) in error.message
+
+
+@pytest.mark.parametrize("item", [b"[]", b"{}", b"0.5"])
+def test_values_are_counted_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, item: bytes
+) -> None:
+    def loads(*_: object, **__: object) -> None:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(json, "loads", loads)
+    many = b'{"a":[' + b",".join([item] * (MAX_VALUES + 2)) + b"]}"
+    with pytest.raises(JsonError, match=f"at most {MAX_VALUES}"):
+        parse_object(many)
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_bytes(many)
+        with pytest.raises(CallerError, match=f"{name} has {MAX_VALUES + 1} commas"):
+            read_companions(folder)
+
+
+def test_a_tokenizers_values_are_counted_and_only_what_is_needed_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(b'{"merges":[' + b",".join([b"[]"] * (MAX_TOKENIZER_VALUES + 2)) + b"]}")
+    with pytest.raises(CallerError, match=f"at most {MAX_TOKENIZER_VALUES}"):
+        read_companions(tmp_path)
+    for text in ('{"model": {"vocab": {"a": "b"}}}', '{"model": {"vocab": [["a"]]}}', "[" * 100_000, "[]"):
+        path.write_text(text)
+        with pytest.raises(CallerError, match=r"tokenizer\.json is no tokenizer"):
+            read_companions(tmp_path)
+    path.write_text('{"model": {"vocab": {"a": 0}, "merges": [[["a"]]]}, "added_tokens": null}')
+    assert read_companions(tmp_path, {"a": 0}.get) == Companions()
+
+
+def test_a_long_field_is_cut_in_message_and_parameter(tmp_path: Path) -> None:
+    folder = write_lora(tmp_path)
+    edit_config(folder, lambda c: c | {"x" * 1_000_000: 1})
+    error = refusal(folder)
+    assert (len(error.message) < 300, len(error.param or "")) == (True, MAX_ERROR_PARAM_CHARS)
+
+
 def test_a_class_of_many_characters_costs_its_length() -> None:
     work = StepBudget()
     ranges = "".join(f"{chr(at)}-{chr(at + 1)}" for at in range(0x4E00, 0x4E00 + 3 * 2000, 3))
@@ -168,6 +231,8 @@ def test_a_pointer_is_called_one(tmp_path: Path) -> None:
         (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code>', "an XML document"),
         (b"\x1f\x8b\x08\x00" + bytes(20), "a gzip archive"),
         (b"GGUF\x03\x00\x00\x00" + bytes(20), "a GGUF file"),
+        (bytes(8), "its header is empty, expected an opening brace"),
+        (b"\x02" + bytes(7) + b"[]", 'its header starts with "[", expected'),
         (b'{"error":"Repository not found"}', "begins with the text '{\"error\"'"),
         (b"\xff" * 20, "declares a header of 18446744073709551615 bytes"),
     ],

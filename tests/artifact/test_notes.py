@@ -15,7 +15,7 @@ from tests.artifact.corpus_config import LFS_POINTER, WEIGHTS
 from tests.artifact.tiny import VOCAB, tiny_base, write_lora
 
 from loraplex.artifact.base_facts import BaseFacts, base_names, hub_commit
-from loraplex.artifact.companions import COMPANION_FILES, Companions, read_companions
+from loraplex.artifact.companions import COMPANION_FILES, AddedText, Companions, read_companions
 from loraplex.artifact.notes import NoteKind
 from loraplex.artifact.read_artifact import load_adapter
 from loraplex.core.errors import CallerError, ErrorCode
@@ -79,6 +79,9 @@ def test_a_head_that_reaches_masked_tokens_is_said(tmp_path: Path) -> None:
     assert notes(folder) == [NoteKind.MASKED_TOKENS]
     (note,) = load_adapter(folder, tiny_base(), facts=FACTS).notes
     assert "token ids 60 to 63" in note.message
+    put(folder, added_tokens={"<a>": 60, "<b>": 61})
+    assert "token ids 62 to 63" in load_adapter(folder, tiny_base(), facts=FACTS).notes[0].message
+    (folder / "added_tokens.json").unlink()
     assert notes(folder, BaseFacts(FACTS.names, token_ids=VOCAB)) == []
     assert notes(folder, BaseFacts(FACTS.names)) == []
     assert notes(write_lora(tmp_path / "linears")) == []
@@ -117,16 +120,72 @@ def test_companions_are_read_wherever_they_are_written(tmp_path: Path) -> None:
     found = read_companions(folder)
     assert (found.chat_template, found.eos_token_ids) == ("from jinja", (2, 7))
     put(folder, tokenizer={"added_tokens": [{"id": 61, "content": "<a>"}]})
-    assert read_companions(folder).added == ((61, "<a>"),)
-    put(folder, added_tokens={"<b>": 62, "<a>": 61})
-    assert read_companions(folder).added == ((61, "<a>"), (62, "<b>"))
-    put(folder, tokenizer_config={"added_tokens_decoder": {"63": {"content": "<c>"}}})
-    assert read_companions(folder).added == ((63, "<c>"),)
+    assert read_companions(folder).added == (plain(61, "<a>"),)
+    put(
+        folder, added_tokens={"<b>": 62, "<a>": 61}, special_tokens_map={"additional_special_tokens": ["<b>"]}
+    )
+    assert read_companions(folder).added == (plain(61, "<a>"), AddedText(62, "<b>"))
+    decoder = {
+        "63": {"content": "<c>", "special": True, "rstrip": True},
+        "61": {"content": "<a>", "special": True},
+    }
+    put(folder, tokenizer_config={"added_tokens_decoder": decoder})
+    assert read_companions(folder).added == (AddedText(61, "<a>"), AddedText(63, "<c>", rstrip=True))
+    put(
+        folder,
+        tokenizer_config={"added_tokens_decoder": decoder | {"61": {"content": "<a>"}}, "pad_token": "<a>"},
+    )
+    assert read_companions(folder).added[0] == AddedText(61, "<a>")
+    put(folder, tokenizer_config={"added_tokens_decoder": {}})
+    assert read_companions(folder).added == (plain(61, "<a>"),)
+
+
+def plain(index: int, text: str) -> AddedText:
+    """An added token that is part of a text like any other."""
+    return AddedText(index, text, special=False, normalized=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "beside", "end"),
+    [
+        ({}, {"eos_token": "<e>"}, "<e>"),
+        ({"eos_token": "<c>"}, {"eos_token": {"content": "<e>", "lstrip": False}}, "<e>"),
+        ({"eos_token": "<c>", "added_tokens_decoder": {}}, {"eos_token": "<e>"}, "<c>"),
+        ({"eos_token": None, "added_tokens_decoder": {}}, {"eos_token": "<e>"}, "<e>"),
+        ({"eos_token": "<c>"}, {}, "<c>"),
+        ({"eos_token": None}, {}, None),
+    ],
+)
+def test_the_end_token_is_the_one_that_transformers_takes(
+    tmp_path: Path, config: Any, beside: Any, end: str | None
+) -> None:
+    folder = put(write_lora(tmp_path), tokenizer_config=config, special_tokens_map=beside)
+    assert read_companions(folder).eos_token == end
+
+
+@pytest.mark.parametrize("form", ["bpe", "unigram"])
+def test_another_vocabulary_is_told_by_its_first_tokens(tmp_path: Path, form: str) -> None:
+    known = {f"t{index}": index for index in range(60)}
+
+    def vocabulary(changes: dict[str, int]) -> dict[str, Any]:
+        ids = known | changes
+        listed = [[text, -1.0] for text in sorted(ids, key=lambda text: ids[text])]
+        return {"model": {"vocab": ids if form == "bpe" else listed}}
+
+    folder = put(write_lora(tmp_path), tokenizer=vocabulary({}))
+    assert read_companions(folder, known.get).others == ()
+    more = {f"n{index}": 60 + index for index in range(20)}
+    put(folder, tokenizer=vocabulary(more))
+    assert read_companions(folder, known.get).others == tuple((60 + i, f"n{i}") for i in range(8))
+    assert read_companions(folder).others == ()
+    artifact = load_adapter(folder, tiny_base(), facts=FACTS, token_id=known.get)
+    assert [note.kind for note in artifact.notes] == [NoteKind.OTHER_VOCABULARY]
+    assert '"n0" (60), "n1" (61)' in artifact.notes[0].message
 
 
 def test_what_differs_from_the_base_is_said(tmp_path: Path) -> None:
     theirs = Companions(
-        chat_template="t", eos_token_ids=(2,), special=(("eos_token", "</s>"),), added=((2, "</s>"),)
+        chat_template="t", eos_token_ids=(2,), special=(("eos_token", "</s>"),), added=(AddedText(2, "</s>"),)
     )
     facts = BaseFacts(FACTS.names, token_ids=60, companions=theirs)
     folder = put(
@@ -147,14 +206,12 @@ def test_what_differs_from_the_base_is_said(tmp_path: Path) -> None:
         NoteKind.END_TOKENS,
         NoteKind.ADDED_TOKENS,
         NoteKind.ADDED_TOKENS,
-        NoteKind.MASKED_TOKENS,
     ]
     text = " / ".join(note.message for note in artifact.notes)
     assert '"<|im_end|>"' in text
     assert '"<x>" (61), "<y>" (64)' in text
     assert "reach 64, the base's vocabulary ends at 64: they are not used" in text
-    assert "reach 61, the base's tokenizer knows 60" in text
-    assert artifact.companions.added == ((61, "<x>"), (64, "<y>"))
+    assert [(token.index, token.text) for token in artifact.companions.added] == [(61, "<x>"), (64, "<y>")]
 
 
 @pytest.mark.parametrize("name", COMPANION_FILES)
@@ -184,6 +241,16 @@ def test_a_companion_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -
         ("added_tokens.json", '{"<a>": -1}'),
         ("added_tokens.json", '{"<a>": 61, "<b>": 61}'),
         ("added_tokens.json", '{"": 61}'),
+        ("added_tokens.json", '{"\\ud800": 61}'),
+        ("tokenizer_config.json", '{"eos_token": "\\udfff"}'),
+        ("tokenizer_config.json", '{"eos_token": 2}'),
+        ("special_tokens_map.json", '{"eos_token": ["\\ud800"]}'),
+        ("tokenizer_config.json", '{"chat_template": "\\ud800"}'),
+        ("tokenizer_config.json", '{"chat_template": {"default": "x"}}'),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "rag", "template": "x"}]}'),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default", "template": 3}]}'),
+        ("tokenizer.json", '{"added_tokens": [{"id": 61, "content": "<a>"}, {"id": 61, "content": "<b>"}]}'),
+        ("tokenizer.json", '{"added_tokens": ["<a>"]}'),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": "<a>"}}'),
         ("tokenizer_config.json", "[" * 100_000),
         ("tokenizer_config.json", "[]"),

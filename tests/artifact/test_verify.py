@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,9 @@ from loraplex.artifact.convert import to_image
 from loraplex.artifact.identify import target_map
 from loraplex.artifact.read_artifact import load_adapter
 from loraplex.artifact.record import Method
+from loraplex.artifact.source import ByteProgress
 from loraplex.artifact.tensors import Dtype
-from loraplex.artifact.verify import Verification, refusal_record, verify_adapter
+from loraplex.artifact.verify import Verification, refusal_record, verify_artifact
 from loraplex.build.base_model import describe_base
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.layout import Geometry, PageGeometry
@@ -40,8 +42,18 @@ ABI = BaseAbi(
 PAGES = PageGeometry(Geometry.RANK_ROWS, 2, row_page_bytes=1024)
 
 
-def verify(folder: Path, **options: object) -> Verification:
-    return verify_adapter(folder, tiny_base(), ABI, PAGES, Dtype.BFLOAT16, **options)  # type: ignore[arg-type]
+def verify(
+    folder: Path,
+    *,
+    supported: Sequence[Method] | None = None,
+    base_tensors: TinyTensors | None = None,
+    progress: ByteProgress | None = None,
+) -> Verification:
+    base = tiny_base()
+    artifact = load_adapter(folder, base, base_tensors, progress, served=Dtype.BFLOAT16)
+    return verify_artifact(
+        folder, artifact, base, ABI, PAGES, Dtype.BFLOAT16, base_tensors=base_tensors, supported=supported
+    )
 
 
 def test_the_report_is_what_a_load_gives(tmp_path: Path) -> None:

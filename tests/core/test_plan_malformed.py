@@ -218,6 +218,8 @@ MALFORMED: dict[str, tuple[Change, ErrorCode]] = {
     "retirement of the base": (cell("retires", (0, "adapter_slot"), 0), SEGMENTS),
     "retirement of no slot": (cell("retires", (0, "adapter_slot"), -1), SEGMENTS),
     "open of no slot": (cell("opens", (0, "slot"), 8), FORM),
+    "open for ids beyond the vocabulary": (cell("opens", (0, "sampled_ids"), 101), FORM),
+    "open for a negative number of ids": (cell("opens", (1, "sampled_ids"), -1), FORM),
     "slot opened twice": (cell("opens", (0, "slot"), 1), FORM),
     "bias missing": (part("open_bias", lambda a: a[:-1]), FORM),
     "history too long": (part("open_history", lambda a: np.append(a, i32(5))), FORM),

@@ -6,17 +6,23 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+from tests.artifact.tiny import VOCAB, save_adapter
 from tests.e2e.judge import open_llm
+from tests.e2e.tiny_peft import logprobs_of, write_base
 from tests.e2e.tiny_words import END, WORD, model
 from tests.server.random_adapters import write_adapter
+from tests.text.tiny_text import metaspace_tokenizer
+from tokenizers import Tokenizer, models
 
-from loraplex import LLM, SamplingParams
+from loraplex import LLM, AnswerForm, SamplingParams
 from loraplex.core.errors import CallerError, ErrorCode
 
 
@@ -136,3 +142,64 @@ def test_an_adapters_own_end_tokens_end_its_answers_and_the_bases_by_choice(tmp_
             with pytest.raises(CallerError) as caught:
                 llm.add_adapter("bad", other, text=text)
             assert caught.value.code is code
+
+
+def test_further_tokens_of_an_adapters_tokenizer_are_sampled_as_peft_does(tmp_path: Path) -> None:
+    known, end = 30, 40
+    base, folder = write_base(tmp_path / "base", bias=False), tmp_path / "head"
+    tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(known)}, unk_token="w0"))
+    tokenizer.save(str(base / "tokenizer.json"))
+    config = peft.LoraConfig(r=4, lora_alpha=4, target_modules=["lm_head"], task_type="CAUSAL_LM")
+    judge = save_adapter(folder, config)
+    plain = shutil.copytree(folder, tmp_path / "plain")
+    added = {str(i): {"content": f"<{i}>", "special": i == end} for i in range(known, VOCAB)}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": added, "eos_token": f"<{end}>"})
+    )
+
+    def greedy(prompt: list[int], ids: int, steps: int) -> list[int]:
+        out: list[int] = []
+        while len(out) < steps and (not out or ids == known or out[-1] != end):
+            out.append(int(logprobs_of(judge, prompt + out)[-1, :ids].argmax()))
+        return out
+
+    sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=False, logprobs=2)
+    prompts = [[1, 5, 9], [2], [7, 7, 3, 11], [28, 40, 63]]
+    adapters = {"own": folder, "plain": plain}
+    with LLM(base, adapters, dtype="float32", pool_gb=0.01) as llm:
+        own = llm.generate([*prompts, *prompts], ["own"] * 4 + ["plain"] * 4, sampling)
+        for prompt, output, narrow in zip(prompts, own[:4], own[4:], strict=True):
+            assert output.token_ids == greedy(prompt, VOCAB, 12)
+            assert narrow.token_ids == greedy(prompt, known, 12)
+            assert all(
+                token == max(top, key=top.__getitem__)
+                for token, top in zip(output.token_ids, output.logprobs, strict=True)
+            )
+        assert any(token >= known for output in own[:4] for token in output.token_ids)
+        forced = SamplingParams(max_tokens=5, temperature=1.0, seed=3, logit_bias={end: 100})
+        [ended] = llm.generate(["w1 <33>w2"], "own", forced)
+        assert (ended.token_ids, ended.text, ended.finish_reason) == ([end], "", "stop")
+        [said] = llm.generate(
+            ["w1"], "own", SamplingParams(max_tokens=2, temperature=0.0, logit_bias={33: 100})
+        )
+        assert said.text.replace(" ", "") == "<33><33>"
+        with pytest.raises(CallerError, match="never sampled"):
+            llm.generate(["w1"], "plain", forced)
+
+
+def test_a_held_answer_may_end_with_the_adapters_own_end_token(tmp_path: Path) -> None:
+    folder, source = model(tmp_path / "base"), write_adapter(tmp_path / "own", 1)
+    new = metaspace_tokenizer().get_vocab_size(with_added_tokens=True)
+    added = {str(new): {"content": "<|done|>", "special": True}}
+    (source / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|done|>", "added_tokens_decoder": added})
+    )
+    with LLM(folder, {"own": source}, load_format="dummy", dtype="float32", pool_gb=0.01) as llm:
+        sampling = SamplingParams(
+            max_tokens=12,
+            temperature=0.0,
+            logit_bias={new: 100},
+            structured_outputs=AnswerForm(regex="(he)+"),
+        )
+        [output] = llm.generate("hello", "own", sampling)
+    assert (output.text, output.token_ids[-1], output.finish_reason) == ("he", new, "stop")

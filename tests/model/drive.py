@@ -75,6 +75,7 @@ def open_rows(requests: list[Request], seed: int = 5) -> OpenColumns:
         seed_high=0,
         bias=0,
         history=0,
+        sampled_ids=0,
     )
 
 

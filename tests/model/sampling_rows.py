@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 DEFAULTS: dict[str, Any] = {
     "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0,
     "frequency": 0.0,
-    "seed_low": 0, "seed_high": 0, "incarnation": 1,
+    "seed_low": 0, "seed_high": 0, "incarnation": 1, "sampled_ids": 0,
 }  # fmt: skip
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 

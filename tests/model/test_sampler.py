@@ -283,7 +283,9 @@ def test_seeds_and_positions_change_the_draw() -> None:
 def test_top_logprobs_put_the_chosen_first_and_break_ties_by_id() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, -0.0, 0.0, 9.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
     sampler = make(6, sampled=5)
-    ids, values = sampler.top_logprobs(logits, arange(2), torch.tensor([4, 2]), np.array([5, 2], np.int32))
+    ids, values = sampler.top_logprobs(
+        logits, arange(2), arange(2), torch.tensor([4, 2]), np.array([5, 2], np.int32)
+    )
     assert ids[0].tolist() == [4, 1, 2, 0, 3, 4]
     assert ids[1, :3].tolist() == [2, 0, 1]
     expected = torch.log_softmax(logits.double(), 1)
@@ -293,11 +295,58 @@ def test_top_logprobs_put_the_chosen_first_and_break_ties_by_id() -> None:
 def test_top_logprobs_of_many_rows_and_of_none() -> None:
     logits = torch.randn(150, 40, generator=torch.Generator().manual_seed(0))
     index = np.arange(149, -1, -1, dtype=np.int32)
-    ids, _ = make(40).top_logprobs(logits, index, torch.zeros(150, dtype=torch.int64), index * 0 + 3)
+    ids, _ = make(40).top_logprobs(
+        logits, index, index * 0, torch.zeros(150, dtype=torch.int64), index * 0 + 3
+    )
     assert torch.equal(ids[:, 1:], torch.topk(logits.flip(0), 3).indices)
-    ids, values = make(40).top_logprobs(logits, arange(2), torch.tensor([7, 8]), np.zeros(2, np.int32))
+    ids, values = make(40).top_logprobs(
+        logits, arange(2), arange(2), torch.tensor([7, 8]), np.zeros(2, np.int32)
+    )
     assert ids.tolist() == [[7], [8]]
     assert values.shape == (2, 1)
+
+
+def test_a_slot_that_opens_for_further_ids_draws_them_and_disturbs_nobody() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 50, generator=generator)
+    logits[:, 40:46] += 4.0
+    logits[:, 46:] += 9.0
+    options: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"seed_low": 5}, {"seed_low": 6, "top_p": 0.9, "top_k": 8},
+        {"temperature": 0.0, "presence": 1.0, "output": [45]},
+        {"temperature": 0.0, "bias": [(44, 50.0), (47, 90.0)]},
+        {"seed_low": 7, "min_p": 0.01},
+    ]  # fmt: skip
+    wide = [{**row, "sampled_ids": 46} for row in options]
+    narrow = draw(make(50, *options, sampled=40), logits)
+    further = draw(make(50, *wide, sampled=40), logits)
+    assert max(narrow) < 40 <= max(further) < 46
+    assert further[4] == 44
+    assert further == draw(make(50, *options, sampled=46), logits)
+    mixed = [
+        row if index % 2 else other for index, (row, other) in enumerate(zip(options, wide, strict=True))
+    ]
+    assert draw(make(50, *mixed, sampled=40), logits) == [
+        token if index % 2 else other
+        for index, (token, other) in enumerate(zip(narrow, further, strict=True))
+    ]
+
+
+def test_masks_and_log_probabilities_reach_further_ids() -> None:
+    logits = torch.arange(200.0).reshape(4, 50) / 10
+    sampler = make(50, *[{"temperature": 0.0, "sampled_ids": ids} for ids in (0, 46, 0, 46)], sampled=40)
+    words = np.zeros((2, 2), dtype=np.uint32)
+    words[:, 0], words[0, 1] = 1 << 5, 1 << 12
+    masks = TokenMasks(np.array([1, 2], dtype=np.int32), words.view(np.int32))
+    tokens = sampler.sample(logits, arange(4), arange(4), arange(4), masks)
+    assert tokens.tolist() == [39, 44, 5, 45]
+    assert not sampler.takes_best(arange(2))
+    assert sampler.takes_best(arange(1))
+    ids, values = sampler.top_logprobs(logits, arange(4), arange(4), tokens, np.full(4, 2, np.int32))
+    assert ids[:, 1:].tolist() == [[39, 38], [45, 44], [39, 38], [45, 44]]
+    assert torch.allclose(values, torch.log_softmax(logits, 1).gather(1, ids), atol=1e-5)
+    sampler.open(*open_rows({"temperature": 0.0, "slot": 1}))
+    assert draw(sampler, logits[:2]) == [39, 39]
 
 
 def test_best_ids_order_negative_and_infinite_logits() -> None:
@@ -309,12 +358,14 @@ def test_best_ids_order_negative_and_infinite_logits() -> None:
     "arrays",
     [
         open_rows({"slot": 99}),
+        open_rows({"sampled_ids": 21}),
+        open_rows({"sampled_ids": -1}),
         open_rows({"bias": [(77, 1.0)]}),
         open_rows({"presence": 1.0, "output": [77]}),
         (open_rows({"bias": [(1, 1.0)]})[0], BiasColumns.none(), np.empty(0, np.int32)),
         (open_rows({})[0], BiasColumns.none(), arange(3)),
     ],
-    ids=["slot", "bias id", "history id", "bias count", "history count"],
+    ids=["slot", "further ids", "fewer ids", "bias id", "history id", "bias count", "history count"],
 )
 def test_contradictory_opens_are_refused(arrays: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     with pytest.raises(InternalFault) as caught:

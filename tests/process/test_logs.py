@@ -57,6 +57,16 @@ def test_plain_lines_cannot_be_forged() -> None:
 
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("as_json", [True, False])
+def test_what_is_not_utf8_is_written_all_the_same(as_json: bool) -> None:
+    stream = io.StringIO()
+    configure_logging("info", as_json=as_json, stream=stream)
+    logging.getLogger("t").info("adapter %s", "\udcff", extra=fields(source="\udcfe"))
+    line = stream.getvalue()
+    assert line.encode().count(b"udcff") == line.encode().count(b"udcfe") == 1
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("as_json", [True, False])
 def test_an_exception_keeps_its_traceback(as_json: bool) -> None:
     stream = io.StringIO()
     configure_logging("error", as_json=as_json, stream=stream)

@@ -92,6 +92,9 @@ def test_the_bases_text_is_used_by_choice_and_by_the_servers_default(tmp_path: P
         assert (await asked(front, "silent") == base) == (front.service.config.adapter_text == "base")
         await put(front, "own", source, text="adapter")
         assert (await asked(front, "own"))[0] == "<hello>"
+        load = {"lora_name": "loaded", "lora_path": source, "text": "base"}
+        assert (await front.http.post("/v1/load_lora_adapter", json=load)).status_code == 200
+        assert await asked(front, "loaded") == base
         wrong = await front.http.put("/v1/adapters/bad", json={"source": source, "text": "mine"})
         assert error_of(wrong) == (400, "invalid_request", "text")
 
@@ -144,5 +147,13 @@ def test_added_tokens_are_read_whole_and_end_tokens_leave_no_text(tmp_path: Path
         assert (text, choice["finish_reason"]) == ("yes", "stop")
         (submit,) = front.engine.of(Submit)
         assert np.frombuffer(submit.prompt, "<i4").tolist().count(new) == 1
+        assert submit.sampling.sampled_ids == new + 1
+        front.engine.sent.clear()
+        bias = {"logit_bias": {str(new): 5}, "max_tokens": 20}
+        assert (await front.http.post(path, json={"model": "own", **bias, **asks})).status_code == 200
+        refused = await front.http.post(path, json={"model": BASE, **bias, **asks})
+        assert error_of(refused) == (400, "token_out_of_range", "logit_bias")
+        await front.http.post(path, json={"model": BASE, "max_tokens": 20, **asks})
+        assert [submit.sampling.sampled_ids for submit in front.engine.of(Submit)] == [new + 1, 0]
 
     run(tmp_path, test)

@@ -34,6 +34,8 @@ def test_lines_are_printed_unless_logs_are_for_machines() -> None:
     announcer.ready("http://h:1", "base", ["a"], chat=True)
     assert "adapter [red]x[/red]\n" in stream.getvalue()
     assert "ready on http://h:1" in stream.getvalue()
+    announcer.say("adapter \udcff\x1b[31m\n is not served")
+    assert "adapter \\udcff\\x1b[31m\\n is not served\n" in stream.getvalue()
     quiet = io.StringIO()
     announcer = Announcer(ServeConfig(demo=True, log_json=True), quiet)
     announcer.say("x")

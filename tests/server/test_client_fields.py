@@ -88,6 +88,19 @@ def test_special_tokens_and_stop_strings_stay_where_that_is_asked(tmp_path: Path
         assert await text(ignore_eos=True, skip_special_tokens=False) == "a<|pad|>bSTOPc<|end|>"
         assert await text(ignore_eos=True, stop="STOP") == "ab"
         assert await text(ignore_eos=True, stop="STOP", include_stop_str_in_output=True) == "abSTOP"
+        for stop, kept in (
+            ("<|pad|>", "a<|pad|>"), ("a<|pad|>b", "a<|pad|>b"), ("<|pad|>bS", "a<|pad|>bS"), ("ab", "ab"),
+        ):  # fmt: skip
+            assert await text(ignore_eos=True, stop=stop, include_stop_str_in_output=True) == kept
+            assert await text(ignore_eos=True, stop=stop) == kept.removesuffix(stop)
+            events = await front.events(
+                "/v1/completions",
+                prompt="hello",
+                ignore_eos=True,
+                stop=[stop],
+                include_stop_str_in_output=True,
+            )
+            assert "".join(event["choices"][0]["text"] for event in events) == kept
         (b,) = front.ids("b")
         front.engine.sent.clear()
         stopped = (await front.complete(stop_token_ids=[b], ignore_eos=True)).json()["choices"][0]

@@ -4,6 +4,7 @@ come later.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.server.rig import Front, run
 from loraplex.config import ServeConfig
 from loraplex.core.errors import CapacityError, ErrorCode
 from loraplex.server.administration import register
-from loraplex.server.administration.register import CommandLine, adapter_sources
+from loraplex.server.administration.register import CommandLine, adapter_sources, late_source
 from loraplex.server.announce import Announcer
 
 
@@ -53,10 +54,44 @@ def test_a_taken_name_is_said_and_a_directory_may_be_an_adapter_itself(tmp_path:
     assert (len(sources), notes) == (1, [])
 
 
+def test_a_link_is_served_under_its_own_name_at_start_as_late(tmp_path: Path) -> None:
+    real = folder(tmp_path / "run" / "checkpoint-500")
+    (tmp_path / "run" / "latest").symlink_to(real)
+    config = ServeConfig(model="m", adapter_dirs=(str(tmp_path / "run"),), adapters=(("best", str(real)),))
+    sources, notes = adapter_sources(config)
+    assert [named.alias for named in sources] == ["best", "checkpoint-500", "latest"]
+    assert {named.source for named in sources} == {str(real)}
+    assert notes == []
+    for name in ("checkpoint-500", "latest"):
+        late = late_source(config, name)
+        assert late is not None
+        assert late.source == str(real)
+
+
+def test_what_looks_like_an_adapter_and_is_none_is_said(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    folder(run / "good")
+    (run / "plain").mkdir()
+    (run / "notes.txt").write_text("")
+    (run / "half").mkdir()
+    (run / "half" / "adapter_model.safetensors").write_bytes(b"")
+    (run / "pipe").mkdir()
+    os.mkfifo(run / "pipe" / "adapter_config.json")
+    (run / "dangling").mkdir()
+    (run / "dangling" / "adapter_config.json").symlink_to(tmp_path / "nowhere")
+    folder(run / "outer" / "checkpoint-1")
+    (run / "loop").symlink_to(run / "loop")
+    sources, notes = adapter_sources(ServeConfig(model="m", adapter_dirs=(str(run),)))
+    assert [named.alias for named in sources] == ["good"]
+    said = {note.partition(" is not served: ")[0]: note for note in notes}
+    assert {Path(path).name for path in said} == {"half", "pipe", "dangling", "outer"}
+    assert f"give --adapter-dir {run / 'outer'}" in said[str(run / "outer")]
+
+
 def test_whatever_is_wrong_with_a_folder_the_rest_is_served(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
-        for name in ("a", "b", "c", "not a name"):
-            folder(front.roots / name)
+        for name in ("a", "b", "c", "not a name", "two\nlines", os.fsdecode(b"\xff\xfe")):
+            folder(front.roots / name, ascii(name))
         (front.roots / "b" / "weights").unlink()
         prepare, said = front.adapters._life._prepare, Said()
 
@@ -72,6 +107,8 @@ def test_whatever_is_wrong_with_a_folder_the_rest_is_served(tmp_path: Path) -> N
             "adapter b",
             "adapter c",
             "adapter not a name",
+            "adapter two\nlines",
+            "adapter \udcff\udcfe",
         }
 
     run(tmp_path, test)
@@ -97,9 +134,9 @@ def test_a_folder_that_comes_later_is_served_when_it_is_asked_for(tmp_path: Path
             assert (await front.complete(model=name)).status_code == 404
         broken = folder(front.roots / "new")
         (broken / "weights").unlink()
-        assert (await front.complete(model="new")).status_code == 404
-        (broken / "weights").write_text("whole")
-        (broken / "adapter_config.json").write_text("{ }")
+        for _ in range(2):
+            assert (await front.complete(model="new")).status_code == 404
+        (broken / "weights").write_text("whole")  # a copy under way brings the configuration first
         expected = 200 if late else 404
         assert (await front.complete(model="new")).status_code == expected
         assert (await front.complete(model="new@1")).status_code == expected

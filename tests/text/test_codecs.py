@@ -8,17 +8,23 @@ from typing import Any
 import jinja2.sandbox
 import pytest
 from tests.text.tiny_text import TEMPLATE, byte_tokenizer
+from tokenizers import AddedToken
 
-from loraplex.artifact.companions import Companions
+from loraplex.artifact.companions import AddedText, Companions
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.text import bounded_template
 from loraplex.text.chat_template import ChatTemplate
-from loraplex.text.codec import TextCodec
+from loraplex.text.codec import TextCodec, sampled_ids
 from loraplex.text.codecs import MAX_CODECS, Codecs, TextChoice
+from loraplex.text.detokenizer import Detokenizer
 
 SPECIAL = {"bos_token": "<|start|>", "eos_token": "<|end|>"}
 MESSAGES = [{"role": "user", "content": "hello"}]
 OWN = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+
+
+def tokens(*pairs: tuple[int, str]) -> tuple[AddedText, ...]:
+    return tuple(AddedText(index, text) for index, text in pairs)
 
 
 def codecs(template: str | None = TEMPLATE) -> Codecs:
@@ -72,7 +78,7 @@ def test_a_further_token_is_one_token_or_the_adapter_is_refused() -> None:
     base = made.base
     assert base is not None
     first = base.vocab_size
-    own = made.of(Companions(added=((2, "<|pad|>"), (first, "<|call|>"), (first + 1, "<|tool|>"))))
+    own = made.of(Companions(added=tokens((2, "<|pad|>"), (first, "<|call|>"), (first + 1, "<|tool|>"))))
     assert own is not None
     assert own.encode("<|tool|><|call|>", add_special=False) == [first + 1, first]
     assert len(base.encode("<|tool|>", add_special=False)) > 1
@@ -80,11 +86,67 @@ def test_a_further_token_is_one_token_or_the_adapter_is_refused() -> None:
     assert (base.vocab_size, own.vocab_size) == (first, first + 2)
     for added in (((first + 1, "<|gap|>"),), ((0, "<|other|>"),), ((5, "<|end|>"),)):
         with pytest.raises(CallerError) as caught:
-            made.of(Companions(added=added))
+            made.of(Companions(added=tokens(*added)))
         assert caught.value.code is ErrorCode.ADAPTER_UNSUPPORTED
-    beyond = made.of(Companions(added=((first + 4, "<|far|>"),)))
+    beyond = made.of(Companions(added=tokens((first + 4, "<|far|>"))))
     assert beyond is not None
     assert beyond.vocab_size == first
+
+
+def test_a_further_token_is_found_and_shown_as_the_adapters_tokenizer_says() -> None:
+    made = codecs()
+    base = made.base
+    assert base is not None
+    first = base.vocab_size
+    own = made.of(
+        Companions(
+            added=(
+                AddedText(first, "<seen>", special=False),
+                AddedText(first + 1, "<left>", special=False, lstrip=True),
+                AddedText(first + 2, "word", special=False, single_word=True),
+                AddedText(first + 3, "<|gone|>"),
+            )
+        )
+    )
+    assert own is not None
+    theirs = byte_tokenizer()
+    theirs.add_tokens(
+        [
+            AddedToken("<seen>", normalized=False),
+            AddedToken("<left>", normalized=False, lstrip=True),
+            AddedToken("word", normalized=False, single_word=True),
+        ]
+    )
+    theirs.add_special_tokens([AddedToken("<|gone|>", normalized=False, special=True)])
+    for text in ("a <seen> b", "a   <left> b", "a word, words", "x<|gone|>y", "swordfish <left><seen>"):
+        ids = own.encode(text)
+        assert ids == theirs.encode(text).ids
+        assert own.decode(ids) == theirs.decode(ids)
+        detokenizer = Detokenizer(own, ())
+        assert detokenizer.push(ids) + detokenizer.finish() == theirs.decode(ids)
+    assert (first in own.hidden, first + 3 in own.hidden) == (False, True)
+    assert own.token_text(first) == "<seen>"
+    assert not own.surely_exceeds(" " * 10_000 + "<left>", 8)
+    assert base.surely_exceeds("x" * 10_000, 8)
+
+
+def test_the_ids_that_are_sampled_are_those_that_the_adapters_tokenizer_knows() -> None:
+    made = codecs()
+    base = made.base
+    assert base is not None
+    own = made.of(Companions(added=tokens((base.vocab_size, "<|call|>"))))
+    assert sampled_ids(own, base) == base.vocab_size + 1
+    assert sampled_ids(made.of(Companions(chat_template=OWN)), base) == sampled_ids(base, base) == 0
+    assert sampled_ids(None, None) == 0
+
+
+def test_another_vocabulary_is_refused_and_the_bases_text_is_not() -> None:
+    made = codecs()
+    own = Companions(others=((7, "ab"),))
+    with pytest.raises(CallerError, match=r"token 'ab' with the id 7") as caught:
+        made.of(own)
+    assert (caught.value.code, caught.value.param) == (ErrorCode.ADAPTER_UNSUPPORTED, "text")
+    assert made.of(own, TextChoice.BASE) is made.base
 
 
 def test_what_the_base_says_itself_changes_nothing() -> None:

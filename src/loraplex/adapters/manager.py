@@ -179,9 +179,11 @@ class AdapterService(CatalogNames):
 
     # Changes
 
-    async def add(self, alias_key: AliasKey, source: str, actor: str = OPERATOR) -> Revision:
-        """Publish the first revision of a new alias; `adapter_exists` when it has one."""
-        return await self._life.change(Change(Mode.ADD, alias_key, source, actor=actor))
+    async def add(
+        self, alias_key: AliasKey, source: str, actor: str = OPERATOR, *, text: TextWord | None = None
+    ) -> Revision:
+        """Publish the first revision of a new alias; `adapter_exists` when it has one. text: as in `put`."""
+        return await self._life.change(Change(Mode.ADD, alias_key, source, actor=actor, text=text))
 
     async def swap(
         self,
@@ -272,7 +274,11 @@ class AdapterService(CatalogNames):
         await self._following.pin_again(revision)
 
     async def restore(self) -> dict[str, LoraplexError]:
-        """Register everything with a restarted engine. Returns what could not be, by alias."""
+        """Register everything with a restarted engine: what names stand for, and what requests hold of the
+        rest.
+
+        Returns what could not be registered, by name.
+        """
         failed: dict[str, LoraplexError] = {}
         held = self._life.held
         async with self._lock:
@@ -285,6 +291,13 @@ class AdapterService(CatalogNames):
                     await self._life.take_up(prepared)
                 except LoraplexError as error:
                     failed[revision.alias] = error
+            for key, prepared in list(held.known.items()):
+                if key in held or not held.is_bound(key) or self.controls.forbidden(key):
+                    continue
+                try:
+                    await self._life.take_up(prepared)
+                except LoraplexError as error:
+                    failed[key[:12]] = error
             await self.controls.restore()
         return failed
 

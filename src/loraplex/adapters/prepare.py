@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from loraplex.artifact.card import Card, read_card
@@ -29,7 +30,7 @@ from loraplex.core.layout import AdapterImage, ObjectDemand, object_demand
 from loraplex.core.messages import RegisterAdapter
 from loraplex.identity.activation import last_invocation
 from loraplex.images.disk_store import ImageStore
-from loraplex.text.codec import load_tokenizer
+from loraplex.text.codec import TextCodec, load_tokenizer
 
 EXECUTABLE = frozenset(Method)
 """Methods that the operators execute."""
@@ -68,11 +69,19 @@ def prepare_adapter(path: str | os.PathLike[str], base: BaseModel, store: ImageS
     Raises a `CallerError` of the `adapter_*` codes; then nothing was stored.
     """
     tensors = base.tensors
-    artifact = load_adapter(path, base.modules, tensors, served=base.dtype, facts=base.facts)
+    codec = None if base.weights is None else base_codec(base.weights)
+    artifact = load_adapter(
+        path,
+        base.modules,
+        tensors,
+        served=base.dtype,
+        facts=base.facts,
+        token_id=None if codec is None else codec.token_id,
+    )
     require_executable(artifact, EXECUTABLE)
     card = read_card(Path(path), activated=artifact.invocation_tokens is not None)
     if card is not None:
-        check_card(card, artifact, None if base.weights is None else Path(base.weights))
+        check_card(card, artifact, codec)
     identity = identify(artifact, base.abi)
     execution = execution_digest(artifact, identity, base.spec.layers)
     image = to_image(artifact, base.geometry, base.dtype, base.abi, tensors)
@@ -115,12 +124,17 @@ def prepare_source(
         return replace(prepare_adapter(folder, base, store), content=key)
 
 
-def check_card(card: Card, artifact: Artifact, model: Path | None) -> None:
+@lru_cache(maxsize=1)
+def base_codec(folder: str) -> TextCodec | None:
+    """The base's tokenizer; a process prepares for one base. None where it has none."""
+    return load_tokenizer(Path(folder))
+
+
+def check_card(card: Card, artifact: Artifact, codec: TextCodec | None) -> None:
     """Raise `adapter_config_invalid` where a text of the card does not give the invocation's tokens.
 
-    model: folder with the base's tokenizer; without one nothing can be said.
+    codec: of the base; without one nothing can be said.
     """
-    codec = None if model is None else load_tokenizer(model)
     if codec is None:
         return
     for key, text in card.texts.items():

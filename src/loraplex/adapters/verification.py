@@ -15,9 +15,10 @@ from pathlib import Path
 from loraplex.adapters.prepare import EXECUTABLE, check_card
 from loraplex.artifact.card import read_card
 from loraplex.artifact.checkpoint import CheckpointTensors
+from loraplex.artifact.read_artifact import load_adapter
 from loraplex.artifact.source import read_config as read_adapter_config
 from loraplex.artifact.tensors import Dtype
-from loraplex.artifact.verify import Verification, verify_adapter
+from loraplex.artifact.verify import Verification, verify_artifact
 from loraplex.build.base_model import base_identity, base_modules, hash_weights, read_config
 from loraplex.build.base_text import read_base_facts
 from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
@@ -68,19 +69,29 @@ def verify_source(
         weights = hash_weights(base)
         progress("Hashing the weights of the base", 1, 1)
         page_bytes = spec.kv_shape(element.itemsize, page_tokens).page_bytes
-        found = verify_adapter(
+        codec = load_tokenizer(base)
+        tensors = CheckpointTensors(base, modules)
+        artifact = load_adapter(
             folder,
+            modules,
+            tensors,
+            partial(progress, "Reading and hashing the adapter"),
+            served=element,
+            facts=replace(read_base_facts(base), strict=strict_base),
+            token_id=None if codec is None else codec.token_id,
+        )
+        found = verify_artifact(
+            folder,
+            artifact,
             modules,
             base_identity(spec, modules, weights),
             PageGeometry(Geometry.RANK_ROWS, element.itemsize, row_page_bytes=page_bytes),
             element,
-            base_tensors=CheckpointTensors(base, modules),
+            base_tensors=tensors,
             supported=EXECUTABLE,
-            progress=partial(progress, "Reading and hashing the adapter"),
-            facts=replace(read_base_facts(base), strict=strict_base),
         )
         card = read_card(folder, activated=found.artifact.invocation_tokens is not None)
     if card is not None:
-        check_card(card, found.artifact, base)
-    Codecs(load_tokenizer(base), modules.vocab).of(found.artifact.companions, TextChoice(text))
+        check_card(card, found.artifact, codec)
+    Codecs(codec, modules.vocab).of(found.artifact.companions, TextChoice(text))
     return found

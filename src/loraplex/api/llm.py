@@ -57,7 +57,7 @@ from loraplex.process.clock import MonotonicClock
 from loraplex.process.local import LocalMailbox, run_now
 from loraplex.process.workdir import private_folder, temporary_root
 from loraplex.text.assembly import Piece, SampleAssembly
-from loraplex.text.codec import TextCodec, further_ends, load_tokenizer
+from loraplex.text.codec import TextCodec, further_ends, load_tokenizer, sampled_ids
 from loraplex.text.engine_sampling import check_sampling, engine_sampling, prompt_seed, word_tokens
 from loraplex.text.prefix_keys import (
     NOT_INVOKED,
@@ -397,13 +397,14 @@ class LLM:
         check_sampling(params, codec)
         own = further_ends(codec, self._codec)
         ends = {*self._eos_token_ids, *own}
+        sampled = sampled_ids(codec, self._codec)
         grammar = job.grammar(self._codec)
         words = word_tokens(params, codec)
         seed, prompt = prompt_seed(params), np.array(tokens, dtype="<i4").tobytes()
         samples = []
         for index in range(params.n):
             only_first = params if index == 0 else replace(params, prompt_logprobs=None)
-            sampling = engine_sampling(only_first, seed, index, ends, words)
+            sampling = engine_sampling(only_first, seed, index, ends, words, sampled)
             submit = Submit(
                 f"r{next(self._requests)}",
                 prompt,

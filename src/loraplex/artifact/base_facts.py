@@ -86,9 +86,14 @@ def base_notes(record: Mapping[str, Any], facts: BaseFacts) -> tuple[Note, ...]:
     return tuple(notes)
 
 
-def token_notes(artifact: Artifact, base: BaseModules, facts: BaseFacts) -> tuple[Note, ...]:
-    """That the adapter changes logits of tokens which are never sampled, because no tokenizer has them."""
+def token_notes(artifact: Artifact, own: Companions, base: BaseModules, facts: BaseFacts) -> tuple[Note, ...]:
+    """That the adapter changes logits of tokens which are never sampled, because no tokenizer has them.
+
+    own: the adapter's, whose further tokens are sampled.
+    """
     known = facts.token_ids
+    if known is not None:
+        known = max([known, *(token.index + 1 for token in own.added if token.index < base.vocab)])
     head = any(m.module is Module.LM_HEAD for m in artifact.modules)
     if known is None or known >= base.vocab or not head:
         return ()
@@ -117,7 +122,8 @@ def companion_notes(own: Companions, base: BaseModules, facts: BaseFacts) -> tup
         named = [show(own.eos_token)] if own.eos_token not in (None, theirs.eos_token) else []
         ends = ", ".join([*named, *map(str, further_ids[:_SHOWN])])
         notes.append(Note(NoteKind.END_TOKENS, f"the adapter has end tokens that the base has not: {ends}"))
-    further = sorted(set(own.added) - set(theirs.added))
+    known = {(token.index, token.text) for token in theirs.added}
+    further = sorted({(token.index, token.text) for token in own.added} - known)
     if further:
         texts = ", ".join(f"{show(text)} ({index})" for index, text in further[:_SHOWN])
         more = f" and {len(further) - _SHOWN} more" if len(further) > _SHOWN else ""
@@ -134,16 +140,12 @@ def companion_notes(own: Companions, base: BaseModules, facts: BaseFacts) -> tup
                 "not used",
             )
         )
-    unsampled = [
-        index for index, _ in further if index < base.vocab and index >= (facts.token_ids or base.vocab)
-    ]
-    if unsampled:
+    if own.others:
+        texts = ", ".join(f"{show(text)} ({index})" for index, text in own.others)
         notes.append(
             Note(
-                NoteKind.MASKED_TOKENS,
-                f"token ids of the adapter reach {max(unsampled)}, the base's tokenizer knows "
-                f"{facts.token_ids}: they "
-                "are read in prompts and never sampled",
+                NoteKind.OTHER_VOCABULARY,
+                f"the adapter's tokenizer has a vocabulary with tokens that the base's has not: {texts}",
             )
         )
     return tuple(notes)

@@ -1,20 +1,23 @@
 """What lies beside an adapter's weights and says how its text is made: chat template, end tokens, added
-tokens.
+tokens, vocabulary.
 
-Owns reading these files, of which none is needed; each is bounded and read as data. Decides nothing about
-their use (`text.codecs` does). No digest covers them: they change what a request asks, never what an artifact
-computes. Specification: rulings "Text".
+Owns reading these files, of which none is needed; each is bounded and read as data, and which one counts is
+as in transformers. Decides nothing about their use (`text.codecs` does). No digest covers them: they change
+what a request asks, never what an artifact computes. Specification: rulings "Text".
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
+from loraplex.artifact.jsontext import MAX_VALUES, show
 from loraplex.artifact.lookalikes import lookalike
 from loraplex.artifact.refuse import malformed
 from loraplex.artifact.safetensors_file import open_regular
@@ -24,12 +27,14 @@ from loraplex.core.limits import (
     MAX_ADDED_TOKENS,
     MAX_CHAT_TEMPLATE_CHARS,
     MAX_TOKENIZER_BYTES,
+    MAX_TOKENIZER_VALUES,
 )
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TEMPLATE_JSON: Final = "chat_template.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 TOKENIZER_FILE: Final = "tokenizer.json"
+SPECIAL_FILE: Final = "special_tokens_map.json"
 GENERATION_FILE: Final = "generation_config.json"
 ADDED_FILE: Final = "added_tokens.json"
 COMPANION_FILES: Final = (
@@ -37,10 +42,30 @@ COMPANION_FILES: Final = (
     TEMPLATE_JSON,
     TOKENIZER_CONFIG,
     TOKENIZER_FILE,
+    SPECIAL_FILE,
     GENERATION_FILE,
     ADDED_FILE,
 )
 SPECIAL_ROLES: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+_EXTRA_ROLES: Final = ("additional_special_tokens", "extra_special_tokens")
+_OTHERS_KEPT: Final = 8
+TokenId = Callable[[str], int | None]
+"""The id of a token of the base's tokenizer by its text, None for a text that is no token there."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AddedText:
+    """A token beside the vocabulary's own. special: it leaves no text in an answer. The rest: how it is found
+    in a text, as tokenizers have it.
+    """
+
+    index: int
+    text: str
+    special: bool = True
+    normalized: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +73,15 @@ class Companions:
     """What a folder's files say about text. Everything is empty where they say nothing.
 
     chat_template: its Jinja source. eos_token_ids: of generation_config.json, ascending. special: (role,
-    text) of the special tokens. added: (id, text) of the tokens beside the vocabulary's own, by id.
+    text) of the special tokens. added: the tokens beside the vocabulary's own, by id. others: (id, text) of
+    the first tokens of the vocabulary itself that the base's does not have there.
     """
 
     chat_template: str | None = None
     eos_token_ids: tuple[int, ...] = ()
     special: tuple[tuple[str, str], ...] = ()
-    added: tuple[tuple[int, str], ...] = ()
+    added: tuple[AddedText, ...] = ()
+    others: tuple[tuple[int, str], ...] = ()
 
     @property
     def eos_token(self) -> str | None:
@@ -65,19 +92,28 @@ class Companions:
 NO_COMPANIONS: Final = Companions()
 
 
-def read_companions(folder: Path) -> Companions:
-    """The companions in a folder; raises `adapter_file_malformed` for a file that is there and cannot be
-    read.
+def read_companions(folder: Path, token_id: TokenId | None = None) -> Companions:
+    """The companions in a folder. token_id: of the base, None says nothing of the vocabulary.
+
+    Raises `adapter_file_malformed` for a file that is there and cannot be read.
     """
-    config = _object(folder / TOKENIZER_CONFIG)
+    config, beside = _object(folder / TOKENIZER_CONFIG), _object(folder / SPECIAL_FILE)
+    # A folder that tells of its added tokens has its roles in the configuration; an older one beside it.
+    if "added_tokens_decoder" in config:
+        roles = {**beside, **{name: value for name, value in config.items() if value is not None}}
+    else:
+        roles = {**config, **beside}
     special = tuple(
-        (role, text) for role in SPECIAL_ROLES if (text := token_text(config.get(role))) is not None
+        (role, text) for role in SPECIAL_ROLES if (text := _role_text(role, roles.get(role))) is not None
     )
+    extra = [token_text(item) for name in _EXTRA_ROLES for item in _items(roles.get(name))]
+    tokenizer = _tokenizer(folder / TOKENIZER_FILE)
     return Companions(
         chat_template=_template(folder, config),
         eos_token_ids=_ends(folder),
         special=special,
-        added=_added(folder, config),
+        added=_added(folder, config, tokenizer, {*(text for _, text in special), *extra}),
+        others=() if token_id is None else _others(tokenizer, token_id),
     )
 
 
@@ -86,6 +122,28 @@ def token_text(value: Any) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
+
+
+def _role_text(role: str, value: Any) -> str | None:
+    text = token_text(value)
+    if text is None and value is not None:
+        raise malformed(f"{TOKENIZER_CONFIG} or {SPECIAL_FILE} has a {role} that is no token: {show(value)}")
+    return None if text is None else _encodable(text, f"{TOKENIZER_CONFIG} or {SPECIAL_FILE} has the {role}")
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def _encodable(text: str, what: str) -> str:
+    """JSON can spell half of a surrogate pair, which no UTF-8 carries."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise malformed(f"{what} {text!a:.80}, which holds half of a surrogate pair") from None
+    return text
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
@@ -97,11 +155,16 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
             raise malformed(f"{TEMPLATE_FILE} is not UTF-8 at byte {error.start}") from None
     for name, record in ((TOKENIZER_CONFIG, config), (TEMPLATE_JSON, _object(folder / TEMPLATE_JSON))):
         value = record.get("chat_template")
-        if isinstance(value, list):
+        if isinstance(value, list) and value:
             named = [item for item in value if isinstance(item, dict) and item.get("name") == "default"]
-            value = named[0].get("template") if named else None
+            value = named[0].get("template") if named else value
         if isinstance(value, str):
             return _short(value, name)
+        if value not in (None, []):
+            raise malformed(
+                f"{name} has a chat_template that is neither a text nor a list with one named default: "
+                f"{show(value)}"
+            )
     return None
 
 
@@ -111,59 +174,124 @@ def _short(template: str, name: str) -> str:
             f"{name} holds a chat template of {len(template)} characters, at most {MAX_CHAT_TEMPLATE_CHARS} "
             "are read"
         )
-    return template
+    return _encodable(template, f"{name} has the chat template")
 
 
 def _ends(folder: Path) -> tuple[int, ...]:
     value = _object(folder / GENERATION_FILE).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if len(ids) > MAX_ADDED_TOKENS or not all(type(item) is int and item >= 0 for item in ids):
+    if len(ids) > MAX_ADDED_TOKENS or not all(map(_is_id, ids)):
         raise malformed(
             f"{GENERATION_FILE} has an eos_token_id that is neither a token id nor a list of them"
         )
     return tuple(sorted(set(ids)))
 
 
-def _added(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[int, str], ...]:
-    """From the first of the three places that writes them down."""
-    decoder = config.get("added_tokens_decoder")
-    if isinstance(decoder, dict):
-        pairs = [
-            (int(k), token_text(v)) for k, v in decoder.items() if k.isascii() and k.isdigit() and len(k) < 10
-        ]
-        return _checked(pairs, len(decoder), TOKENIZER_CONFIG)
-    beside = _object(folder / ADDED_FILE)
-    if beside:
-        return _checked([(v, k) for k, v in beside.items()], len(beside), ADDED_FILE)
-    tokens = _object(folder / TOKENIZER_FILE, MAX_TOKENIZER_BYTES).get("added_tokens")
-    items = [item for item in tokens if isinstance(item, dict)] if isinstance(tokens, list) else []
-    return _checked([(item.get("id"), token_text(item)) for item in items], len(tokens or ()), TOKENIZER_FILE)
+def _added(
+    folder: Path, config: Mapping[str, Any], tokenizer: _Tokenizer, special: Collection[str | None]
+) -> tuple[AddedText, ...]:
+    """Those of the tokenizer, and before them those of the configuration, or else of the file beside it.
+
+    special: texts that have a role, and are special whatever is said of them.
+    """
+    decoder, listed = config.get("added_tokens_decoder"), tokenizer.added_tokens
+    beside = {} if isinstance(decoder, dict) else _object(folder / ADDED_FILE)
+    groups = (
+        (TOKENIZER_CONFIG, [(_index(k), v) for k, v in decoder.items()] if isinstance(decoder, dict) else []),
+        (ADDED_FILE, [(v, {"content": k}) for k, v in beside.items()]),
+        (TOKENIZER_FILE, [(_field(item, "id"), item) for item in listed or ()]),
+    )
+    found: dict[int, AddedText] = {}
+    texts: dict[str, int] = {}
+    for name, pairs in groups:
+        own: set[int] = set()
+        for index, value in pairs:
+            token = _token(index, value, special, name)
+            if (
+                token is None
+                or token.index in own
+                or texts.setdefault(token.text, token.index) != token.index
+                or found.setdefault(token.index, token).text != token.text
+                or len(found) > MAX_ADDED_TOKENS
+            ):
+                raise malformed(
+                    f"{name} must give each added token an id and a text of its own, of at most "
+                    f"{MAX_ADDED_TOKEN_CHARS} characters, and at most {MAX_ADDED_TOKENS} of them"
+                )
+            own.add(token.index)
+    return tuple(sorted(found.values()))
 
 
-def _checked(pairs: Iterable[tuple[Any, Any]], count: int, name: str) -> tuple[tuple[int, str], ...]:
-    found = [
-        (index, text)
-        for index, text in pairs
-        if type(index) is int and isinstance(text, str) and 0 < len(text) <= MAX_ADDED_TOKEN_CHARS
-    ]
-    good = len(found) == count <= MAX_ADDED_TOKENS and all(index >= 0 for index, _ in found)
-    if not good or len({index for index, _ in found}) != count or len({text for _, text in found}) != count:
-        raise malformed(
-            f"{name} must give each added token an id and a text of its own, of at most "
-            f"{MAX_ADDED_TOKEN_CHARS} "
-            f"characters, and at most {MAX_ADDED_TOKENS} of them"
-        )
-    return tuple(sorted(found))
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
 
 
-def _object(path: Path, limit: int = MAX_ADAPTER_CONFIG_BYTES) -> dict[str, Any]:
+def _index(key: str) -> int | None:
+    return int(key) if key.isascii() and key.isdigit() and len(key) < 10 else None
+
+
+def _field(record: Any, name: str) -> Any:
+    return record.get(name) if isinstance(record, dict) else None
+
+
+def _token(index: Any, value: Any, roles: Collection[str | None], name: str) -> AddedText | None:
+    """An added token as a file writes it; what it does not say is as the library has it. None for
+    what is none.
+    """
+    text = token_text(value)
+    if not _is_id(index) or text is None or not 0 < len(text) <= MAX_ADDED_TOKEN_CHARS:
+        return None
+    special = _field(value, "special") is True or text in roles
+    return AddedText(
+        index,
+        _encodable(text, f"{name} has the added token"),
+        special=special,
+        normalized=not special if _field(value, "normalized") is None else value["normalized"] is True,
+        lstrip=_field(value, "lstrip") is True,
+        rstrip=_field(value, "rstrip") is True,
+        single_word=_field(value, "single_word") is True,
+    )
+
+
+def _others(tokenizer: _Tokenizer, token_id: TokenId) -> tuple[tuple[int, str], ...]:
+    """Tokens of the vocabulary, of which the base's tokenizer knows none, or another, by their id."""
+    vocabulary = None if tokenizer.model is None else tokenizer.model.vocab
+    if isinstance(vocabulary, list):  # a unigram's, by rank
+        pairs = [(index, text) for index, (text, _) in enumerate(vocabulary)]
+    else:
+        pairs = [(index, text) for text, index in (vocabulary or {}).items()]
+    others = sorted((index, text) for index, text in pairs if token_id(text) != index)
+    return tuple(others[:_OTHERS_KEPT])
+
+
+class _Model(msgspec.Struct):
+    """What of a tokenizer's model is read."""
+
+    vocab: dict[str, int] | list[tuple[str, float]] | None = None
+
+
+class _Tokenizer(msgspec.Struct):
+    """What of a tokenizer.json is read; the rest, its merges before all, is passed over."""
+
+    added_tokens: list[dict[str, Any]] | None = None
+    model: _Model | None = None
+
+
+def _tokenizer(path: Path) -> _Tokenizer:
+    data = _json(path, MAX_TOKENIZER_BYTES, MAX_TOKENIZER_VALUES)
+    if data is None:
+        return _Tokenizer()
+    try:
+        return msgspec.json.decode(data, type=_Tokenizer)
+    except (ValueError, RecursionError) as error:
+        raise malformed(f"{path.name} is no tokenizer: {error}") from None
+
+
+def _object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty where there is none."""
-    data = _bytes(path, limit)
+    data = _json(path, MAX_ADAPTER_CONFIG_BYTES, MAX_VALUES)
     if data is None:
         return {}
-    known = lookalike(data)
-    if known is not None:
-        raise malformed(f"{path.name} is {known}")
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -171,6 +299,20 @@ def _object(path: Path, limit: int = MAX_ADAPTER_CONFIG_BYTES) -> dict[str, Any]
     if not isinstance(value, dict):
         raise malformed(f"{path.name} holds no JSON object")
     return value
+
+
+def _json(path: Path, limit: int, values: int) -> bytes | None:
+    """The bytes of a file that may be JSON of so many values; None where there is none."""
+    data = _bytes(path, limit)
+    if data is None:
+        return None
+    known = lookalike(data)
+    if known is not None:
+        raise malformed(f"{path.name} is {known}")
+    commas = data.count(b",")
+    if commas > values:
+        raise malformed(f"{path.name} has {commas} commas, at most {values} are read")
+    return data
 
 
 def _bytes(path: Path, limit: int) -> bytes | None:

@@ -2,7 +2,8 @@
 
 `APPLIED` fields are decoded by `peft_config`. `INERT` fields have no effect at inference; each has a type
 check. `OFF_ONLY` fields change the function in a way that is not served, so only the values that switch them
-off pass. A field in none of the tables passes only when its value is null, false or empty.
+off pass. A field in none of the tables passes only when its value is null, false, or an empty text or list:
+an empty object is how PEFT writes a feature with its defaults.
 """
 
 from __future__ import annotations
@@ -121,18 +122,26 @@ OFF_ONLY: Final[dict[str, str]] = {
 }
 
 
+ON_WHEN_EMPTY: Final = frozenset(
+    {"velora_config", "monteclora_config", "use_bdlora", "arrow_config", "kasa_config"}
+)
+"""PEFT reads an empty object as this feature with its defaults: null alone leaves it out."""
+
+
 def refuse_effects(kind: str, record: Mapping[str, Any]) -> None:
     """Refuse every field with an effect that is not applied; check the types of inert ones."""
     for name, value in record.items():
         if name in OFF_ONLY:
-            if not is_off(value):
+            if not is_off(value) or (value == {} and name in ON_WHEN_EMPTY):
                 raise unsupported(name, f"{name} is {show(value)}: {OFF_ONLY[name]}")
         elif name in INERT:
             good, expected = INERT[name]
             if value is not None and not good(value):
                 raise bad_config(name, f"{name} is {show(value)}, expected {expected}")
-        elif name not in APPLIED[kind] and not is_off(value):
-            raise unsupported(name, f"the field {name} is {show(value)}, and what it does is not known here")
+        elif name not in APPLIED[kind] and (not is_off(value) or value == {}):
+            raise unsupported(
+                name, f"the field {show(name)} is {show(value)}, and what it does is not known here"
+            )
     if kind == "LORA":
         _check_init(record.get("init_lora_weights", True))
 
@@ -144,7 +153,7 @@ def _check_init(value: Any) -> None:
         raise bad_config(
             "init_lora_weights", f"init_lora_weights is {show(value)}, expected a name, true or false"
         )
-    if value in INITS_WITHOUT_EFFECT:
+    if value in INITS_WITHOUT_EFFECT or value.lower() == "gaussian":  # the one that PEFT reads in any case
         return
     if value.lower().startswith(INITS_THAT_CHANGE_THE_BASE):
         raise unsupported(

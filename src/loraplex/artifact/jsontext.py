@@ -14,6 +14,10 @@ MAX_NUMBER_CHARS: Final = 64
 MAX_DEPTH: Final = 32
 """Levels of lists and objects; nothing that is read here needs ten, and who walks over a value may recurse.
 """
+MAX_VALUES: Final = 1 << 19
+"""Values of a text, counted by its commas before it is read: five times what `MAX_ADAPTER_TENSORS` entries
+have, and decoded in half a second.
+"""
 _SHOWN_CHARS: Final = 80
 
 
@@ -35,6 +39,9 @@ class Decimal64:
 
 def parse_object(data: bytes) -> dict[str, Any]:
     """The JSON object in `data`: str, int, bool, None, `Decimal64`, list and dict. Raises `JsonError`."""
+    commas = data.count(b",")
+    if commas > MAX_VALUES:
+        raise JsonError(f"it has {commas} commas, at most {MAX_VALUES} are read")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -105,15 +112,16 @@ def _constant(text: str) -> Any:
 
 
 def show(value: Any) -> str:
-    """A decoded value for a message: as JSON writes it, cut short."""
+    """A decoded value for a message: as JSON writes it, cut short, and in characters that UTF-8 carries."""
     if isinstance(value, Decimal64):
         return value.text
     text = ""
     for part in _WRITER.iterencode(value):
         text += part[: _SHOWN_CHARS + 1]
         if len(text) > _SHOWN_CHARS:
-            return f"{text[:_SHOWN_CHARS]}..."
-    return text
+            text = f"{text[:_SHOWN_CHARS]}..."
+            break
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 _WRITER: Final = json.JSONEncoder(ensure_ascii=False, default=lambda number: number.value)

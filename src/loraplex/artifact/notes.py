@@ -18,6 +18,7 @@ class NoteKind(StrEnum):
     CHAT_TEMPLATE = "chat_template"
     END_TOKENS = "end_tokens"
     ADDED_TOKENS = "added_tokens"
+    OTHER_VOCABULARY = "other_vocabulary"
 
 
 @dataclass(frozen=True, slots=True)

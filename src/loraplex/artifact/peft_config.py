@@ -15,8 +15,9 @@ from typing import Any, Final
 
 from loraplex.artifact import fields
 from loraplex.artifact.jsontext import Decimal64, show
+from loraplex.artifact.patterns import is_plain
 from loraplex.artifact.refuse import bad_config, rank_limit, unsupported
-from loraplex.core.limits import MAX_LAYERS_PATTERNS, MAX_PATTERN_ENTRIES, MAX_RANK
+from loraplex.core.limits import MAX_LAYERS_PATTERNS, MAX_PATTERN_ENTRIES, MAX_PATTERNS_CHARS, MAX_RANK
 from loraplex.identity.scale import alpha_text
 
 ALL_LINEAR: Final = "all-linear"
@@ -168,6 +169,13 @@ def _pattern(record: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
             f"{name} has {len(value)} entries, at most {MAX_PATTERN_ENTRIES} are read; one pattern may stand "
             "for many "
             "modules",
+        )
+    chars = sum(len(key) for key in value if not is_plain(key))
+    if chars > MAX_PATTERNS_CHARS:
+        raise bad_config(
+            name,
+            f"{name} has regular expressions of {chars} characters together, at most {MAX_PATTERNS_CHARS} "
+            "are read; name the modules instead",
         )
     for key in value:
         fields.check_regex(name, key)

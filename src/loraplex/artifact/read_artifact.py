@@ -12,7 +12,7 @@ from pathlib import Path
 
 from loraplex.artifact.base_facts import BaseFacts, base_notes, companion_notes, token_notes
 from loraplex.artifact.base_modules import BaseModules, BaseTensors
-from loraplex.artifact.companions import read_companions
+from loraplex.artifact.companions import TokenId, read_companions
 from loraplex.artifact.peft_config import decode_config
 from loraplex.artifact.record import Artifact, Method
 from loraplex.artifact.refuse import unsupported
@@ -29,13 +29,15 @@ def load_adapter(
     *,
     served: Dtype | None = None,
     facts: BaseFacts | None = None,
+    token_id: TokenId | None = None,
 ) -> Artifact:
     """Read, verify and resolve the PEFT adapter in the folder `path` against `base`.
 
     base_tensors: the base's weights, for files that repeat some of them. progress: see `ByteProgress`.
     served: element type that the base is served in, in which repeated weights are compared too. facts: what
-    the base is beside its modules; without it nothing is noted. Raises a `CallerError` of the `adapter_*`
-    codes; on return every tensor of the files is applied.
+    the base is beside its modules; without it nothing is noted. token_id: of the base's tokenizer, against
+    which that of the files is held. Raises a `CallerError` of the `adapter_*` codes; on return every tensor
+    of the files is applied.
     """
     folder = Path(path)
     record = read_config(folder)
@@ -45,9 +47,9 @@ def load_adapter(
         fitted = fit(config, weights.entries, base)
         tensors = weights.read(progress)
     artifact = fill(fitted, tensors, base_tensors, served)
-    companions = read_companions(folder)
+    companions = read_companions(folder, token_id)
     if facts is not None:
-        notes += token_notes(artifact, base, facts) + companion_notes(companions, base, facts)
+        notes += token_notes(artifact, companions, base, facts) + companion_notes(companions, base, facts)
     return replace(artifact, notes=notes, companions=companions)
 
 

@@ -119,7 +119,8 @@ class SafetensorsFile:
             raise _no_header(name, head, _no_length(head[:_LENGTH_BYTES], length, limit))
         text = bytes(self._read_exactly(_LENGTH_BYTES, length))
         if not text.startswith(b"{"):
-            raise _no_header(name, head, f"its header starts with {text[:1]!r}, expected an opening brace")
+            start = f"starts with {show(text[:1].decode('latin-1'))}" if text else "is empty"
+            raise _no_header(name, head, f"its header {start}, expected an opening brace")
         try:
             header = parse_object(text)
         except JsonError as error:

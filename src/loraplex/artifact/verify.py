@@ -6,7 +6,6 @@ Specification: 0x01G (manifest), 0x04D (page demand).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +14,12 @@ from typing import Any
 import msgspec
 
 from loraplex.artifact.artifact_manifest import manifest_of
-from loraplex.artifact.base_facts import BaseFacts
 from loraplex.artifact.base_modules import BaseModules, BaseTensors
 from loraplex.artifact.convert import to_image
 from loraplex.artifact.identify import execution_digest, identify, shares_base_prefix
-from loraplex.artifact.read_artifact import load_adapter, require_executable
+from loraplex.artifact.read_artifact import require_executable
 from loraplex.artifact.record import AdaptedModule, Artifact, Method
-from loraplex.artifact.source import ByteProgress, weight_files
+from loraplex.artifact.source import weight_files
 from loraplex.artifact.tensors import Dtype
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.layout import PageGeometry, block_bytes, object_demand
@@ -122,8 +120,9 @@ class Verification:
         return f", of which it takes a block of 1/{1 << self.size_class} and shares the rest"
 
 
-def verify_adapter(
-    path: str | os.PathLike[str],
+def verify_artifact(
+    folder: Path,
+    artifact: Artifact,
     base: BaseModules,
     base_abi: BaseAbi,
     geometry: PageGeometry,
@@ -131,15 +130,12 @@ def verify_adapter(
     *,
     base_tensors: BaseTensors | None = None,
     supported: Iterable[Method] | None = None,
-    progress: ByteProgress | None = None,
-    facts: BaseFacts | None = None,
 ) -> Verification:
-    """Load, convert and price the adapter in the folder `path`; raises whatever a load would raise.
+    """Convert and price an adapter that was read from `folder`; raises whatever a load would raise.
 
     geometry, dtype: of the server that would hold it. supported: methods that the operators execute; None
-    checks the files alone. facts: see `load_adapter`.
+    checks the files alone.
     """
-    artifact = load_adapter(path, base, base_tensors, progress, served=dtype, facts=facts)
     if supported is not None:
         require_executable(artifact, supported)
     image = to_image(artifact, geometry, dtype, base_abi.digest, base_tensors)
@@ -153,7 +149,7 @@ def verify_adapter(
         pages=demand.pages,
         page_bytes=geometry.page_bytes,
         size_class=demand.size_class,
-        file_bytes=sum(file.stat().st_size for file in weight_files(Path(path))),
+        file_bytes=sum(file.stat().st_size for file in weight_files(folder)),
         factor_bytes=manifest.ledger.shard_bytes[0],
         shares_base_prefix=shares_base_prefix(artifact, base_abi.digest, execution),
     )

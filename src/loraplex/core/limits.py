@@ -39,10 +39,18 @@ MAX_PATTERN_ENTRIES: Final = 4_096
 """Entries of `rank_pattern` and of `alpha_pattern`; PEFT writes one a module at most, of which 126 layers
 have 884.
 """
+MAX_PATTERNS_CHARS: Final = 128 << 10
+"""Of the regular expressions among these entries, parsed in half a second; 884 of one whole name each have
+44,000.
+"""
 MAX_LAYERS_PATTERNS: Final = 64
 MAX_CHAT_TEMPLATE_CHARS: Final = 128 << 10
 MAX_TOKENIZER_BYTES: Final = 32 << 20
 """Of a tokenizer.json beside an adapter; a vocabulary of 256,000 takes 20 MB."""
+MAX_TOKENIZER_VALUES: Final = 2 << 20
+"""Values of that file, counted by its commas before it is read; 256,000 tokens and as many merges have
+1,300,000.
+"""
 MAX_TEMPLATE_CHARS_MADE: Final = 64 << 20
 """Characters that a render of an adapter's own template makes, those thrown away included."""
 MAX_TEMPLATE_TIME_S: Final = 2.0

@@ -19,7 +19,8 @@ class EngineSampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     seed: two's-complement 64 bits. logprobs, prompt_logprobs: -1 is off. stop_token_ids: end-of-sequence ids
     are already merged in unless they are ignored. min_tokens: before so many, none of late_token_ids is
     sampled. allowed_token_ids: all that may be sampled; empty allows every one. bad_words: token ids, the
-    last of which is not sampled where the output ends with those before it.
+    last of which is not sampled where the output ends with those before it. sampled_ids: ids below this may
+    be sampled, where an adapter's tokenizer knows others than its base's; 0 leaves those of the base.
     """
 
     max_tokens: int
@@ -39,6 +40,7 @@ class EngineSampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     late_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    sampled_ids: int = 0
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -82,7 +82,7 @@ class OpenColumns(Columns):
     kv_start: positions behind which it starts; their rows are others', in the pages that its page deltas name
     first. temperature to frequency: sampling options, float32 bits but for top_k. seed_low, seed_high: halves
     of the seed. bias: how many entries of `open_bias`, and history: how many tokens of `open_history`, belong
-    to it, in order.
+    to it, in order. sampled_ids: ids below this may be sampled, 0 leaves those of the base.
     """
 
     slot = Column()
@@ -100,6 +100,7 @@ class OpenColumns(Columns):
     seed_high = Column()
     bias = Column()
     history = Column()
+    sampled_ids = Column()
 
 
 class BiasColumns(Columns):

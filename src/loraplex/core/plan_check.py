@@ -295,6 +295,11 @@ def _check_deltas(plan: BatchPlan, bounds: PlanBounds) -> None:
         "a request slot opens before position 0",
     )
     _require(
+        _within(opens.sampled_ids, 0, bounds.vocab_size + 1),
+        ErrorCode.PLAN_MALFORMED,
+        f"a request slot opens for ids beyond the vocabulary of {bounds.vocab_size}",
+    )
+    _require(
         int(opens.bias.sum()) == len(plan.open_bias) and int(opens.history.sum()) == plan.open_history.size,
         ErrorCode.PLAN_MALFORMED,
         "opens disagree with their bias entries or history",

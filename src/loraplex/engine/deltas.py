@@ -73,6 +73,7 @@ class PendingDeltas:
             seed_high=high,
             bias=len(sampling.logit_bias),
             history=history.size,
+            sampled_ids=sampling.sampled_ids,
         )
         self._add("opens", opened)
         if sampling.logit_bias:

@@ -163,6 +163,11 @@ def _well_formed(state: EngineState, message: Submit, prompt: I32) -> AdapterEnt
             f"({prompt.size} in the prompt, {message.sampling.max_tokens} in the answer)",
             param="max_tokens",
         )
+    if not 0 <= message.sampling.sampled_ids <= limits.vocab_size:
+        raise InternalFault(
+            ErrorCode.PLAN_MALFORMED,
+            f"{message.sampling.sampled_ids} ids were to be sampled, the vocabulary has {limits.vocab_size}",
+        )
     _check_tokens(message.sampling, message.own_ends, limits.vocab_size)
     check_rules(message.sampling)
     entry = None

@@ -197,15 +197,24 @@ def score(
     if len(plan.prompt_logprobs):
         scored = plan.prompt_logprobs
         chosen = to_device(scored.target.astype(np.int64), logits.device)
+        slots = plan.requests.slot[scored.request]
         prompt_scores = replace(
-            _scores(sampler, logits, scored.logit, chosen, scored.top),
+            _scores(sampler, logits, scored.logit, slots, chosen, scored.top),
             ranks=to_host(sampler.ranks(logits, scored.logit, chosen)),
         )
     if (plan.samples.logprobs >= 0).any():
-        scores = _scores(sampler, logits, plan.samples.logit, tokens, plan.samples.logprobs)
+        samples = plan.samples
+        scores = _scores(sampler, logits, samples.logit, plan.sample_slots, tokens, samples.logprobs)
     return scores, prompt_scores
 
 
-def _scores(sampler: Sampler, logits: torch.Tensor, index: I32, chosen: torch.Tensor, wanted: I32) -> Scores:
-    ids, values = sampler.top_logprobs(logits, index, chosen, np.maximum(wanted, 0))
+def _scores(
+    sampler: Sampler,
+    logits: torch.Tensor,
+    index: I32,
+    slots: I32,
+    chosen: torch.Tensor,
+    wanted: I32,
+) -> Scores:
+    ids, values = sampler.top_logprobs(logits, index, slots, chosen, np.maximum(wanted, 0))
     return Scores(wanted, to_host(ids), to_host(values))

@@ -68,6 +68,16 @@ class TokenMasks:
         bits = (octets.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
         return bits.flatten(1)[:, :vocab] == 0
 
+    def of(self, samples: I64) -> TokenMasks | None:
+        """The masks of some samples, which are then counted from 0; None where they have none.
+        samples: ascending.
+        """
+        kept = np.isin(self.samples, samples)
+        if not kept.any():
+            return None
+        places = np.searchsorted(samples, self.samples[kept]).astype(np.int32)
+        return TokenMasks(places, self.words[kept])
+
 
 @dataclass(frozen=True, slots=True)
 class _Bias:
@@ -76,7 +86,9 @@ class _Bias:
 
 
 class Sampler:
-    """Sampling for request slots 0 to max_requests - 1. Ids from `sampled_vocab` on are never drawn.
+    """Sampling for request slots 0 to max_requests - 1. Ids from `sampled_vocab` on are never drawn, but by a
+    slot that opens for others (`sampled_ids`): it has the whole vocabulary before it, and no chance for the
+    rest, so that two widths are all that kernels are compiled for.
 
     vocab_size: V, columns of the logits. compiled: use the compiled functions where the device has them; they
     give the same tokens as the torch code here, up to scores that tie within float32 rounding. Raises
@@ -99,6 +111,7 @@ class Sampler:
             )
         self._vocab = vocab_size
         self._sampled = sampled_vocab
+        self._reach = np.full(max_requests, sampled_vocab, dtype=np.int64)
         self._device = device
         self._values = {name: np.zeros(max_requests, dtype=np.float32) for name in _FLOATS}
         self._top_k = np.zeros(max_requests, dtype=np.int64)
@@ -138,6 +151,13 @@ class Sampler:
                 "plan has "
                 f"{len(open_bias)} and {open_history.size}",
             )
+        reach = np.where(opens.sampled_ids == 0, self._sampled, opens.sampled_ids)
+        if reach.min() < 0 or reach.max() > self._vocab:
+            raise InternalFault(
+                ErrorCode.PLAN_MALFORMED,
+                f"request slots open for {opens.sampled_ids.tolist()} ids, the vocabulary has {self._vocab}",
+            )
+        self._reach[slots] = reach
         values = self._values
         values["temperature"][slots] = bits_float(opens.temperature)
         values["top_p"][slots] = bits_float(opens.top_p)
@@ -167,7 +187,10 @@ class Sampler:
     def takes_best(self, slots: I32) -> bool:
         """Whether every one of these request slots takes the highest raw logit below `sampled_vocab`."""
         return not (
-            (self._values["temperature"][slots] != 0.0) | self._penalised[slots] | self._has_bias[slots]
+            (self._values["temperature"][slots] != 0.0)
+            | self._penalised[slots]
+            | self._has_bias[slots]
+            | (self._reach[slots] != self._sampled)
         ).any()
 
     def sample(
@@ -184,25 +207,49 @@ class Sampler:
         logits, request slot, position of the token that is drawn. masks: applied last, so that no bias or
         penalty lets a forbidden token through.
         """
-        own = slots.astype(np.int64)
-        greedy = self._values["temperature"][own] == 0.0
-        adjusted = self._penalised[own] | self._has_bias[own]
-        if masks is not None:
-            adjusted[masks.samples] = True
         if logits.dtype is not torch.float32 or logits.dim() != 2 or logits.shape[1] != self._vocab:
             raise InternalFault(
                 ErrorCode.PLAN_MALFORMED,
                 f"logits must be float32 [rows, {self._vocab}], got {logits.dtype} {tuple(logits.shape)}",
             )
-        index = logit_index.astype(np.int64)
+        own, index = slots.astype(np.int64), logit_index.astype(np.int64)
+        wide = self._reach[own] != self._sampled
+        if not wide.any():
+            return self._choose(logits[:, : self._sampled], index, own, positions, masks)
+        tokens = torch.empty(own.size, dtype=torch.int64, device=self._device)
+        for rows, width in ((~wide, self._sampled), (wide, self._vocab)):
+            part = np.flatnonzero(rows)
+            if part.size:
+                tokens[self._ids(part)] = self._choose(
+                    logits[:, :width],
+                    index[part],
+                    own[part],
+                    positions[part],
+                    None if masks is None else masks.of(part),
+                )
+        return tokens
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        index: I64,
+        own: I64,
+        positions: I32,
+        masks: TokenMasks | None,
+    ) -> torch.Tensor:
+        """`sample` for slots that draw from the same columns, which are all that `logits` has."""
+        greedy = self._values["temperature"][own] == 0.0
+        adjusted = self._penalised[own] | self._has_bias[own] | (self._reach[own] < logits.shape[1])
+        if masks is not None:
+            adjusted[masks.samples] = True
         if greedy.all() and not adjusted.any() and _is_identity(index, logits.shape[0]):
-            return torch.argmax(logits[:, : self._sampled], dim=1)
+            return torch.argmax(logits, dim=1)
         if adjusted.any():
             logits = logits.index_select(0, self._ids(index))
             index = np.arange(own.size, dtype=np.int64)
-            self._adjust(logits[:, : self._sampled], own)
+            self._adjust(logits, own)
             if masks is not None:
-                self._forbid(logits[:, : self._sampled], masks)
+                self._forbid(logits, masks)
         tokens = torch.empty(own.size, dtype=torch.int64, device=self._device)
         for rows, draw in self._routes(greedy, own):
             if rows.any():
@@ -214,14 +261,14 @@ class Sampler:
         return tokens
 
     def top_logprobs(
-        self, logits: torch.Tensor, logit_index: I32, chosen: torch.Tensor, top: I32
+        self, logits: torch.Tensor, logit_index: I32, slots: I32, chosen: torch.Tensor, top: I32
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log probabilities of raw logits (of any floating type): ids int64 and values float32, both [n, 1 +
         max(top)].
 
-        chosen: int64 [n] on the device, first in each row; then the `top[i]` best ids below `sampled_vocab`,
-        ties to the lowest id. Entries of row i after 1 + top[i] mean nothing. top: int32 [n] on the host,
-        each >= 0.
+        chosen: int64 [n] on the device, first in each row; then the `top[i]` best ids that the request slot
+        may draw, ties to the lowest id. Entries of row i after 1 + top[i] mean nothing. slots, top: int32 [n]
+        on the host, each >= 0.
         """
         width = min(int(top.max(initial=0)), self._sampled)
         ids = torch.empty((logit_index.size, 1 + width), dtype=torch.int64, device=self._device)
@@ -231,10 +278,9 @@ class Sampler:
             part = slice(lo, lo + _LOGPROB_ROWS)
             rows = logits.index_select(0, index[part]).float()
             ids[part, 0] = chosen[part]
-            if width and self._compiled is not None:
-                ids[part, 1:] = self._compiled.best(rows, self._sampled, width)
-            elif width:
-                ids[part, 1:] = best_ids(rows[:, : self._sampled], width)
+            if width:
+                drawn = self._drawn_from(rows, slots[part].astype(np.int64))
+                ids[part, 1:] = self._best(drawn, width)
             total = torch.logsumexp(rows, dim=1, keepdim=True)
             values[part] = rows.gather(1, ids[part]) - total
         return ids, values
@@ -253,6 +299,25 @@ class Sampler:
             ranks[part] = ((seen > values) | ((seen == values) & (columns < own))).sum(dim=1) + 1
         return ranks
 
+    def _drawn_from(self, rows: torch.Tensor, slots: I64) -> torch.Tensor:
+        """The columns of rows that their slots may draw; what only others may has no chance."""
+        reach = self._reach[slots]
+        if (reach == self._sampled).all():
+            return rows[:, : self._sampled]
+        rows = rows.clone()
+        self._cut(rows, reach)
+        return rows
+
+    def _best(self, rows: torch.Tensor, width: int) -> torch.Tensor:
+        if self._compiled is not None:
+            return self._compiled.best(rows, rows.shape[1], width)
+        return best_ids(rows, width)
+
+    def _cut(self, work: torch.Tensor, reach: I64) -> None:
+        """No chance for the ids of a row from its reach on, in place."""
+        for row in np.flatnonzero(reach < work.shape[1]).tolist():
+            work[row, int(reach[row]) :] = -torch.inf
+
     def _set_bias(self, slot: int, entries: BiasColumns) -> None:
         self._has_bias[slot] = len(entries) > 0
         self._bias.pop(slot, None)
@@ -264,12 +329,12 @@ class Sampler:
                 ErrorCode.PLAN_MALFORMED,
                 f"a logit bias of request slot {slot} leaves the vocabulary of {self._vocab} tokens",
             )
-        inside = ids < self._sampled
+        inside = ids < self._reach[slot]
         values = to_device(bits_float(entries.bias)[inside], self._device)
         self._bias[slot] = _Bias(self._ids(ids[inside]), values)
 
     def _adjust(self, work: torch.Tensor, slots: I64) -> None:
-        """Bias, then penalties, in place."""
+        """Bias, then penalties, then what a slot may not draw, in place."""
         for row in np.flatnonzero(self._has_bias[slots]).tolist():
             bias = self._bias[int(slots[row])]
             work[row].index_add_(0, bias.ids, bias.values)
@@ -280,10 +345,11 @@ class Sampler:
                 [self._values[n][own] for n in ("repetition", "presence", "frequency")], axis=1
             )
             self.counts.penalise(work, rows, own, penalties)
+        self._cut(work, self._reach[slots])
 
     def _forbid(self, work: torch.Tensor, masks: TokenMasks) -> None:
         """What a mask leaves out has no chance, in place."""
-        forbidden = masks.forbidden(self._sampled, self._device)
+        forbidden = masks.forbidden(work.shape[1], self._device)
         rows = self._ids(masks.samples)
         work[rows] = work.index_select(0, rows).masked_fill_(forbidden, -torch.inf)
 
@@ -302,7 +368,7 @@ class Sampler:
         return torch.argmax(self._rows(logits, index), dim=1)
 
     def _draw_full(self, logits: torch.Tensor, index: I64, slots: I64, positions: I64) -> torch.Tensor:
-        noise = vocabulary_noise(self._seed_rows(slots), self._ids(positions), self._sampled)
+        noise = vocabulary_noise(self._seed_rows(slots), self._ids(positions), logits.shape[1])
         return torch.argmax(noise.add_(self._scaled(self._rows(logits, index), slots)), dim=1)
 
     def _draw_truncated(self, logits: torch.Tensor, index: I64, slots: I64, positions: I64) -> torch.Tensor:
@@ -325,10 +391,10 @@ class Sampler:
         options["top_k"] = self._top_k[slots]
         options["seed_low"], options["seed_high"] = self._seeds[slots].T
         options["position"] = positions
-        return self._draws.draw(logits, np.ascontiguousarray(index), self._sampled, options)
+        return self._draws.draw(logits, np.ascontiguousarray(index), logits.shape[1], options)
 
     def _rows(self, logits: torch.Tensor, index: I64) -> torch.Tensor:
-        return logits.index_select(0, self._ids(index))[:, : self._sampled]
+        return logits.index_select(0, self._ids(index))
 
     def _scaled(self, work: torch.Tensor, slots: I64) -> torch.Tensor:
         """Logits over temperature with the maximum at 0, so that a tiny temperature cannot overflow."""

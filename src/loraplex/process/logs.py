@@ -31,7 +31,12 @@ def _text(value: Any) -> str:
     plain = str(value)
     if plain and plain.isprintable() and not set(plain) & set(' "='):
         return plain
-    return msgspec.json.encode(plain).decode()
+    return msgspec.json.encode(_encodable(plain)).decode()
+
+
+def _encodable(text: str) -> str:
+    """A path that is not UTF-8 comes as half surrogates, which nobody can write."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class PlainFormatter(logging.Formatter):
@@ -41,7 +46,7 @@ class PlainFormatter(logging.Formatter):
         """The line."""
         values = getattr(record, FIELDS, {})
         pairs = "".join(f" {name}={_text(value)}" for name, value in values.items())
-        message = record.getMessage().replace("\n", "\\n").replace("\r", "\\r")
+        message = _encodable(record.getMessage()).replace("\n", "\\n").replace("\r", "\\r")
         line = f"{_time(record)} {record.levelname.lower()} {message}{pairs}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
@@ -55,8 +60,11 @@ class JsonFormatter(logging.Formatter):
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, FIELDS, {}),
+            "message": _encodable(record.getMessage()),
+            **{
+                name: _encodable(value) if isinstance(value, str) else value
+                for name, value in getattr(record, FIELDS, {}).items()
+            },
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)

@@ -26,9 +26,10 @@ class Announcer:
         )
 
     def say(self, text: str) -> None:
-        """One line."""
+        """One line, whatever the text holds: a path may hold what no terminal should be sent."""
         if not self._quiet:
-            self._console.print(Text(text))
+            plain = (char if char.isprintable() else ascii(char)[1:-1] for char in text)
+            self._console.print(Text("".join(plain)))
 
     def ready(self, url: str, base_name: str, aliases: Sequence[str], chat: bool) -> None:
         """The server takes requests: how to try it."""

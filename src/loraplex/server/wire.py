@@ -212,11 +212,12 @@ class LoadLoraAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refusal.
 
     base_model_name: what the adapter is for, the base or one of its last name. lora_int_id: numbers that
-    clients of other servers count with; names are identity here.
+    clients of other servers count with; names are identity here. text: as in `PutAdapter`.
     """
 
     lora_name: str
     lora_path: str
+    text: TextWord | None = None
     load_inplace: bool | None = None
     base_model_name: str | None = None
     lora_int_id: Annotated[int | None, NO_EFFECT] = None

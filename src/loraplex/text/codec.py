@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 from tokenizers import AddedToken, Tokenizer
 
 from loraplex.artifact.card import read_card
-from loraplex.artifact.companions import SPECIAL_ROLES, Companions, token_text
+from loraplex.artifact.companions import SPECIAL_ROLES, AddedText, Companions, token_text
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.text.chat_template import ChatTemplate
 from loraplex.text.tools.tool_types import Message
@@ -37,6 +37,10 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 _BYTE_OF: Final = _bytes_of_characters()
+
+
+def _takes_spaces(token: AddedText) -> bool:
+    return token.lstrip or token.rstrip
 
 
 class TextCodec:
@@ -66,15 +70,30 @@ class TextCodec:
         self._bos = bos_token
         self._bos_id = None if bos_token is None else tokenizer.token_to_id(bos_token)
         self._byte_level = "ByteLevel" in str(tokenizer.decoder)
-        # A normaliser may shorten a text, so that its length says nothing.
-        self._longest = None if tokenizer.normalizer is not None else max(map(len, tokenizer.get_vocab()))
-        added = tokenizer.get_added_tokens_decoder()
-        self._added = {index: token.content for index, token in added.items()}
-        self.hidden = {index: token.content for index, token in added.items() if token.special}
+        self._note_added()
+        # A normaliser may shorten a text, and a token take spaces along, so that its length says nothing.
+        shortened = tokenizer.normalizer is not None or any(map(_takes_spaces, self._added_texts))
+        self._longest = None if shortened else max(map(len, tokenizer.get_vocab()))
+        self.hidden = {token.index: token.text for token in self._added_texts if token.special}
         self.hidden |= {
             index: tokenizer.id_to_token(index) or "" for index in self.eos_token_ids - self._added.keys()
         }
         self.hidden |= {index: self._added[index] for index in self.eos_token_ids & self._added.keys()}
+
+    def _note_added(self) -> None:
+        self._added_texts = tuple(
+            AddedText(
+                index,
+                token.content,
+                token.special,
+                token.normalized,
+                token.lstrip,
+                token.rstrip,
+                token.single_word,
+            )
+            for index, token in sorted(self._tokenizer.get_added_tokens_decoder().items())
+        )
+        self._added = {token.index: token.text for token in self._added_texts}
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -93,11 +112,11 @@ class TextCodec:
             chat_template=None if self._template is None else self._template.source,
             eos_token_ids=tuple(sorted(self.eos_token_ids)),
             special=tuple(sorted(self._special.items())),
-            added=tuple(sorted(self._added.items())),
+            added=self._added_texts,
         )
 
     def adapted(
-        self, template: ChatTemplate | None, further: Mapping[int, str], ends: Iterable[str | int]
+        self, template: ChatTemplate | None, further: Sequence[AddedText], ends: Iterable[str | int]
     ) -> Self:
         """This codec with a template in place of its own, further tokens, and further ends by text or id.
 
@@ -126,29 +145,39 @@ class TextCodec:
     def _text_of(self, index: int) -> str:
         return self._added.get(index) or self._tokenizer.id_to_token(index) or ""
 
-    def _add(self, further: Mapping[int, str]) -> None:
-        """Give a tokenizer of its own tokens that this one does not know."""
+    def _add(self, further: Sequence[AddedText]) -> None:
+        """Give a tokenizer of its own tokens that this one does not know. further: by id."""
         tokenizer = Tokenizer.from_str(self._tokenizer.to_str())
-        for index, text in sorted(further.items()):
-            if (
-                tokenizer.token_to_id(text) is None
-                and tokenizer.get_vocab_size(with_added_tokens=True) == index
-            ):
-                tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
-            if tokenizer.token_to_id(text) != index:
+        for token in further:
+            size = tokenizer.get_vocab_size(with_added_tokens=True)
+            if size == token.index and tokenizer.token_to_id(token.text) is None:
+                add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
+                add(
+                    [
+                        AddedToken(
+                            token.text,
+                            special=token.special,
+                            normalized=token.normalized,
+                            lstrip=token.lstrip,
+                            rstrip=token.rstrip,
+                            single_word=token.single_word,
+                        )
+                    ]
+                )
+            if tokenizer.token_to_id(token.text) != token.index:
                 raise CallerError(
                     ErrorCode.ADAPTER_UNSUPPORTED,
-                    f"token {text!r:.80} of the adapter has the id {index}, which it cannot have beside the "
-                    "base's "
-                    f"{self.vocab_size} tokens; serve the adapter with the base's text",
+                    f"token {token.text!r:.80} of the adapter has the id {token.index}, which it cannot have "
+                    f"beside the base's {self.vocab_size} tokens; serve the adapter with the base's text",
                     param="text",
                 )
         self._tokenizer = tokenizer
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
-        self._added = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
-        self.hidden = self.hidden | dict(further)
+        self._note_added()
+        self.hidden = self.hidden | {token.index: token.text for token in further if token.special}
         if self._longest is not None:
-            self._longest = max(self._longest, *map(len, further.values()))
+            longest = max(self._longest, *(len(token.text) for token in further))
+            self._longest = None if any(map(_takes_spaces, further)) else longest
 
     @property
     def plain_added(self) -> list[int]:
@@ -247,6 +276,13 @@ class TextCodec:
 def further_ends(own: TextCodec | None, base: TextCodec | None) -> frozenset[int]:
     """End tokens that an adapter's own files add to those of its base."""
     return frozenset() if own is None or base is None else own.eos_token_ids - base.eos_token_ids
+
+
+def sampled_ids(own: TextCodec | None, base: TextCodec | None) -> int:
+    """Ids that may be sampled for an adapter whose tokenizer knows more than its base's; 0 leaves the
+    base's.
+    """
+    return 0 if own is None or base is None or own.vocab_size == base.vocab_size else own.vocab_size
 
 
 def load_tokenizer(folder: Path) -> TextCodec | None:

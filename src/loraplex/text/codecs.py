@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Final
 
 from loraplex.artifact.companions import NO_COMPANIONS, Companions
+from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.text.chat_template import ChatTemplate
 from loraplex.text.codec import TextCodec
 
@@ -58,6 +59,14 @@ class Codecs:
 
     def _make(self, base: TextCodec, own: Companions) -> TextCodec:
         theirs = base.companions
+        if own.others:
+            index, text = own.others[0]
+            raise CallerError(
+                ErrorCode.ADAPTER_UNSUPPORTED,
+                f"the vocabulary of the adapter's tokenizer is not the base's, token {text!r:.80} with the "
+                f"id {index} for one; serve the adapter with the base's text, or without its tokenizer.json",
+                param="text",
+            )
         special = {**dict(theirs.special), **dict(own.special)}
         template = None
         if own.chat_template is not None and (own.chat_template, special) != (
@@ -65,9 +74,11 @@ class Codecs:
             dict(theirs.special),
         ):
             template = ChatTemplate(own.chat_template, special, stranger=True)
-        further = {
-            index: text for index, text in own.added if index < self._rows and base.token_id(text) != index
-        }
+        further = [
+            token
+            for token in own.added
+            if token.index < self._rows and base.token_id(token.text) != token.index
+        ]
         ends: list[str | int] = [*own.eos_token_ids]
         if own.eos_token is not None:
             ends.append(own.eos_token)

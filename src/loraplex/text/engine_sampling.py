@@ -79,11 +79,12 @@ def engine_sampling(
     index: int,
     eos_token_ids: Iterable[int],
     bad_words: tuple[tuple[int, ...], ...] = (),
+    sampled_ids: int = 0,
 ) -> EngineSampling:
     """The engine's part of `params` for sample `index`. seed: its prompt's.
 
     eos_token_ids: end a request unless `ignore_eos`, and come after `min_tokens` either way. bad_words: as
-    `word_tokens` gives them.
+    `word_tokens` gives them. sampled_ids: as in `EngineSampling`.
     """
     ends, stops = set(eos_token_ids), set(params.stop_token_ids)
     late = ends | stops if params.min_tokens else set()
@@ -107,4 +108,5 @@ def engine_sampling(
         late_token_ids=tuple(sorted(late)),
         allowed_token_ids=tuple(sorted(set(params.allowed_token_ids or ()))),
         bad_words=bad_words,
+        sampled_ids=sampled_ids,
     )

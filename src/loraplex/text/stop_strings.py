@@ -21,7 +21,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], special: Iterable[str], *, kept: bool = False) -> None:
         """special: texts of tokens that are not shown. kept: a stop string that completes is part of the
-        text.
+        text, whole, whatever of it would not be shown otherwise.
         """
         self._kept = kept
         self.completed: str | None = None
@@ -60,8 +60,9 @@ class StopStrings:
             if (at := _ending_after(seen, stop, late)) >= 0
         ]
         if hits:  # the one that completes first; of two that complete together, the longer one
-            end, begin, self.completed = min(hits)
-            return self._release(end if self._kept else begin), True
+            _, begin, self.completed = min(hits)
+            before = self._release(begin)
+            return before + (self.completed if self._kept else ""), True
         if final:
             return self._release(len(whole)), False
         cut = len(whole) - _begun(whole, self._spelled)

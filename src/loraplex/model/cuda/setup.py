@@ -242,14 +242,17 @@ class Warmth:
 
     @torch.inference_mode()
     def sampling(self, sampled: int) -> None:
-        """The kernel that draws tokens below `sampled`."""
+        """The kernels that draw tokens below `sampled`, and of the whole vocabulary for adapters whose
+        tokenizer knows more.
+        """
         device = self._executor.inputs.device
         logits = torch.zeros((1, self._parts.decoder.spec.vocab_size), dtype=torch.float32, device=device)
         options = np.zeros(1, dtype=OPTIONS)
         options["temperature"], options["top_p"] = 1.0, 1.0
         draws = DeviceDraws(device)
         index = np.zeros(1, dtype=np.int64)
-        self._timed("sampling", partial(draws.draw, logits, index, sampled, options))
+        for ids in sorted({sampled, logits.shape[1]}):
+            self._timed(f"sampling of {ids} ids", partial(draws.draw, logits, index, ids, options))
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
@@ -18,6 +18,10 @@ adapters_app = App(name="adapters", help="Adapters of a running server.")
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
 Url = Annotated[str, Parameter(name="--url", env_var="LORAPLEX_URL", help="Where the server is.")]
 Key = Annotated[str | None, Parameter(name="--api-key", env_var="LORAPLEX_API_KEY", help="Key to present.")]
+Text = Annotated[
+    Literal["adapter", "base"] | None,
+    Parameter(help="Whose chat template, end tokens and added tokens its requests use."),
+]
 DEFAULT_URL = "http://127.0.0.1:8000"
 _PIPE_COLUMNS = 1000
 
@@ -52,9 +56,11 @@ def show(alias: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
 
 
 @adapters_app.command
-def add(alias: str, source: str, /, *, url: Url = DEFAULT_URL, api_key: Key = None) -> None:
+def add(
+    alias: str, source: str, /, *, text: Text = None, url: Url = DEFAULT_URL, api_key: Key = None
+) -> None:
     """Register the adapter in the folder SOURCE under a new ALIAS."""
-    _print_applied(RemoteServer(url, api_key).add(alias, _absolute(source)))
+    _print_applied(RemoteServer(url, api_key).add(alias, _absolute(source), text))
 
 
 @adapters_app.command
@@ -67,11 +73,13 @@ def swap(
     drain: Annotated[
         bool, Parameter(negative="", help="Ask for no room beside the old revision; new requests wait.")
     ] = False,
+    text: Text = None,
     url: Url = DEFAULT_URL,
     api_key: Key = None,
 ) -> None:
     """Publish the adapter in SOURCE as a new revision of ALIAS; requests under way finish on the old one."""
-    _print_applied(RemoteServer(url, api_key).swap(alias, _absolute(source), expected, drain=drain))
+    server = RemoteServer(url, api_key)
+    _print_applied(server.swap(alias, _absolute(source), expected, drain=drain, text=text))
 
 
 @adapters_app.command

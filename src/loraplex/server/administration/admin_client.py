@@ -56,19 +56,31 @@ class RemoteServer:
         """One adapter; `adapter_not_found` when there is none."""
         return self._call("GET", _path(alias))
 
-    def add(self, alias: str, source: str) -> dict[str, Any]:
-        """Register a new alias; `adapter_exists` when it has one."""
-        self._call("POST", "/v1/load_lora_adapter", {"lora_name": alias, "lora_path": source})
+    def add(self, alias: str, source: str, text: str | None = None) -> dict[str, Any]:
+        """Register a new alias; `adapter_exists` when it has one. text: whose text its requests use, the
+        server's default if None.
+        """
+        chosen = {} if text is None else {"text": text}
+        self._call("POST", "/v1/load_lora_adapter", {"lora_name": alias, "lora_path": source, **chosen})
         return self.adapter(alias)
 
-    def swap(self, alias: str, source: str, expected: int | None, *, drain: bool = False) -> dict[str, Any]:
+    def swap(
+        self,
+        alias: str,
+        source: str,
+        expected: int | None,
+        *,
+        drain: bool = False,
+        text: str | None = None,
+    ) -> dict[str, Any]:
         """Publish a new revision of a known alias. expected: the revision to replace, whichever is current if
-        None.
+        None. text: as in `add`.
         """
         if expected is None:
             expected = int(self.adapter(alias)["revision"])
+        chosen = {} if text is None else {"text": text}
         return self._call(
-            "PUT", _path(alias), {"source": source, "expected_revision": expected, "drain": drain}
+            "PUT", _path(alias), {"source": source, "expected_revision": expected, "drain": drain, **chosen}
         )
 
     def remove(self, alias: str) -> None:

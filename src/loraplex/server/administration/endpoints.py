@@ -268,7 +268,7 @@ async def load_lora_adapter(call: Call) -> None:
     with _vllm_names():
         source = permitted(request.lora_path, call.service.config.adapter_dirs)
         alias_key = adapters.target(request.lora_name, call.caller.tenant)
-        revision = await change(alias_key, source, call.caller.name)
+        revision = await change(alias_key, source, call.caller.name, text=request.text)
     call.facts.model = revision.name
     await _success(call, f"Success: LoRA adapter '{revision.alias}' added successfully.")
 

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +21,7 @@ from loraplex.catalog.records import DEFAULT_NAMESPACE, AliasKey, Revision, chec
 from loraplex.catalog.sources import is_remote
 from loraplex.config import ServeConfig
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
-from loraplex.core.limits import MAX_FOLDERS_BEFORE_READY
+from loraplex.core.limits import MAX_ADAPTER_FOLDER_FILES, MAX_FOLDERS_BEFORE_READY
 from loraplex.process.tasks import reported
 from loraplex.server.announce import Announcer
 from loraplex.server.service import Service
@@ -30,6 +31,7 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 COMMAND_LINE: Final = "command line"
 _ALIAS: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 """An alias that is a folder's own name."""
+Contents = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +61,14 @@ def adapter_sources(config: ServeConfig) -> tuple[list[Named], list[str]]:
         itself = Path(directory).absolute()
         for path in [*([itself] if _is_adapter(itself) else []), *_subfolders(directory)]:
             if path != itself and not _is_adapter(path):
+                notes += _passed_over(path)
                 continue
             source = os.path.realpath(path)
-            first = taken.setdefault(path.name, source)
-            if first == source:
-                sources += (
-                    [] if any(known.source == source for known in sources) else [Named(path.name, source)]
-                )
-            else:
+            first = taken.get(path.name)
+            if first is None:
+                taken[path.name] = source
+                sources.append(Named(path.name, source))
+            elif first != source:
                 notes.append(
                     f"adapter {path.name} in {path.parent} is not served: the name is taken by {first}; "
                     f"serve it as --adapter NAME={path}"
@@ -88,6 +90,23 @@ def late_source(config: ServeConfig, alias: str) -> Named | None:
 
 def _is_adapter(path: Path) -> bool:
     return os.path.isfile(path / ADAPTER_CONFIG)
+
+
+def _passed_over(path: Path) -> list[str]:
+    """Why a folder that is no adapter looks as if somebody meant it to be one; nothing where it does not."""
+    try:
+        names = sorted(entry.name for entry in islice(os.scandir(path), MAX_ADAPTER_FOLDER_FILES))
+    except OSError:  # a file, or what cannot be read
+        return []
+    if ADAPTER_CONFIG in names:
+        return [f"{path} is not served: its {ADAPTER_CONFIG} is no file that can be read"]
+    if any(name.startswith("adapter_model.") for name in names):
+        return [f"{path} is not served: it holds weights of an adapter and no {ADAPTER_CONFIG}"]
+    inside = next((name for name in names if _is_adapter(path / name)), None)
+    if inside is not None:
+        what = f"it is no adapter but holds some, {inside} for one"
+        return [f"{path} is not served: {what}; give --adapter-dir {path}"]
+    return []
 
 
 def _subfolders(name: str) -> list[Path]:
@@ -128,7 +147,7 @@ class CommandLine:
         self._announcer = announcer
         self._waiting: dict[str, Named] = {}
         self._under_way: dict[str, asyncio.Task[None]] = {}
-        self._refused: dict[str, int] = {}
+        self._refused: dict[str, Contents] = {}
         self._behind: asyncio.Task[None] | None = None
 
     async def register(self) -> None:
@@ -174,7 +193,7 @@ class CommandLine:
         named = self._waiting.get(alias)
         if named is None and self._service.config.adapter_dir_late and _ALIAS.fullmatch(alias):
             named = late_source(self._service.config, alias)
-            if named is not None and self._refused.get(named.source) == _changed_ns(named.source):
+            if named is not None and self._refused.get(named.source) == _contents(named.source):
                 return  # it was refused, and is what it was
         task = self._under_way.get(alias)
         if task is None and named is not None:
@@ -189,7 +208,7 @@ class CommandLine:
 
     async def _take(self, named: Named) -> None:
         """Register a folder; what is wrong with it is said."""
-        seen = _changed_ns(named.source)
+        seen = _contents(named.source)
         try:
             await self._register(named)
         except LoraplexError as error:
@@ -217,12 +236,19 @@ class CommandLine:
         _log.warning("%s", text)
 
 
-def _changed_ns(source: str) -> int:
-    """When a folder's configuration was last written, nanoseconds since 1970; 0 where there is none."""
+def _contents(source: str) -> Contents:
+    """What a folder holds: name, size and time of each entry, so that one that is still being copied has
+    changed when it is whole. Empty where there is none.
+    """
+    found = []
     try:
-        return os.stat(os.path.join(source, ADAPTER_CONFIG)).st_mtime_ns
+        with os.scandir(source) as entries:
+            for entry in islice(entries, MAX_ADAPTER_FOLDER_FILES):
+                status = entry.stat()
+                found.append((entry.name, status.st_size, status.st_mtime_ns))
     except OSError:
-        return 0
+        return ()
+    return tuple(sorted(found))
 
 
 async def _register(service: Service, alias: str, source: str) -> Revision | None:

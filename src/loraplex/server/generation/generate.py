@@ -28,7 +28,7 @@ from loraplex.server.provenance import ChoiceSeen, RanOn, Served
 from loraplex.server.service import Service
 from loraplex.server.wire import GenerationFields
 from loraplex.text.assembly import Piece, SampleAssembly, fewest_cached
-from loraplex.text.codec import TextCodec, further_ends
+from loraplex.text.codec import TextCodec, further_ends, sampled_ids
 from loraplex.text.engine_sampling import engine_sampling, prompt_seed
 from loraplex.text.prefix_keys import Acting, PromptKeys
 from loraplex.text.tools.tool_use import ToolUse
@@ -330,6 +330,7 @@ class Generation:
         job = self._job
         own = further_ends(self._model.codec, self._service.codec)
         ends = {*self._service.engine_info.get("eos_token_ids", ()), *own}
+        sampled = sampled_ids(self._model.codec, self._service.codec)
         later = replace(job.params, prompt_logprobs=None)
         packed = [
             (np.array(ids, dtype="<i4").tobytes(), prompt_seed(job.params), keys)
@@ -340,7 +341,12 @@ class Generation:
                 request_id=f"{job.request_id}.{index}",
                 prompt=prompt,
                 sampling=engine_sampling(
-                    job.params if job.scores_each or not sample else later, seed, sample, ends, job.bad_words
+                    job.params if job.scores_each or not sample else later,
+                    seed,
+                    sample,
+                    ends,
+                    job.bad_words,
+                    sampled,
                 ),
                 adapter=self._model.key,
                 tenant=job.tenant,
