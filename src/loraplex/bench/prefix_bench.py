@@ -199,7 +199,8 @@ class _Run:
                 cold, again = (system_prompt(prompts, system, sizes, None) for _ in range(2))
                 for engine in self._engines:
                     ask("system prompt", engine, cold, lambda _: (sizes.clients - 1) * sizes.system)
-                    ask("system prompt again", engine, again, lambda _: sizes.clients * sizes.system)
+                    if engine.cached:  # else it is the same again
+                        ask("system prompt again", engine, again, lambda _: sizes.clients * sizes.system)
         order = list(dict.fromkeys(scenario for scenario, _ in found))
         rows = [reuse_row(*key, turns) for key, turns in found.items()]
         return sorted(rows, key=lambda row: order.index(row.scenario))

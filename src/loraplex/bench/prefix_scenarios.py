@@ -51,10 +51,10 @@ class Sizes:
 
 
 CPU_SIZES: Final = Sizes(
-    clients=64, turns=8, first=64, own=24, answer=8, system=2000, question=16, reply=8,
+    clients=64, turns=8, first=64, own=28, answer=4, system=2000, question=16, reply=4,
     contexts=(1024, 2048, 4096, 7900), draft=256, verdict=16, fresh=(8, 512),
 )  # fmt: skip
-"""Conversations are short, so that a run without a cache takes two minutes, not twenty."""
+"""Conversations are short: without a cache, longer ones take most of an hour."""
 CUDA_SIZES: Final = Sizes(
     clients=64, turns=8, first=600, own=100, answer=100, system=2000, question=64, reply=64,
     contexts=(1024, 4096, 16384, 65536), draft=256, verdict=16, fresh=(16, 2048),

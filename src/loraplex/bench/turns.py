@@ -58,6 +58,8 @@ class TurnEngine(Protocol):
     """An engine that is loaded and ready for clients."""
 
     name: str
+    cached: bool
+    """Whether it reuses prefixes."""
 
     def converse(self, clients: Sequence[Sequence[Turn]]) -> Conversation:
         """Have every client ask its turns; all begin together."""
@@ -113,12 +115,9 @@ class OurTurns:
     """`LLM` in this process, with its prefix cache on or off; adapters are on the device before anybody asks."""
 
     def __init__(self, model: Path, adapters: Mapping[str, Path], *, cached: bool, **options: Any) -> None:
-        self.name = f"loraplex, {CACHED if cached else UNCACHED}"
+        self.name, self.cached = f"loraplex, {CACHED if cached else UNCACHED}", cached
         self._llm = LLM(model, dict(adapters), prefix_cache=cached, **options)
         self.vocab = self._llm.vocab_size
-        self.page_tokens: int = self._llm._built.limits.kv.page_tokens
-        self.token_budget = self._llm._built.limits.token_budget
-        self.max_model_len = self._llm._built.limits.max_model_len
         engine = self._llm._built.engine
         self._backend = _TimedBackend(engine._backend)
         engine._backend = self._backend
@@ -206,7 +205,7 @@ class VllmTurns:
         *,
         cached: bool,
     ) -> None:
-        self.name = f"vllm, {CACHED if cached else UNCACHED}"
+        self.name, self.cached = f"vllm, {CACHED if cached else UNCACHED}", cached
         self._numbers = {alias: index for index, alias in enumerate(adapters)}
         self._vllm = Vllm(python, model, list(adapters.items()), dtype, requests, positions, cached=cached)
 
