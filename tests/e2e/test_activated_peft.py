@@ -85,7 +85,7 @@ def test_every_position_is_as_peft_computes_it(llm: LLM, tmp_path: Path, kind: s
     invocation = list(KINDS[kind].alora_invocation_tokens)
     described = llm.add_adapter(kind.replace(" ", "-"), tmp_path)
     assert described["invocation_tokens"] == invocation
-    assert described["shares_base_prefix"] is True
+    assert described["shares"]["kv"] == ("always" if kind == "head" else "before_invocation")
     scored = SamplingParams(
         max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS
     )

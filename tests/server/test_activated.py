@@ -43,11 +43,13 @@ def test_what_is_registered_and_shown(tmp_path: Path) -> None:
         adapter = await judge(front, "[judge]")
         tokens = front.ids("[judge]")
         assert (adapter["invocation_tokens"], adapter["chat_suffix"]) == (tokens, "[judge]")
-        assert adapter["shares_base_prefix"] is True
+        assert adapter["shares"] == {
+            "kv": "before_invocation", "hidden": "before_invocation", "logits": "before_invocation", "sampling": "never",
+        }  # fmt: skip
         (register,) = front.engine.of(RegisterAdapter)
         assert register.invocation == tuple(tokens)
         plain = await front.http.put("/v1/adapters/plain", json={"source": front.source("plain")})
-        assert (plain.json()["invocation_tokens"], plain.json()["shares_base_prefix"]) == ([], False)
+        assert (plain.json()["invocation_tokens"], plain.json()["shares"]["kv"]) == ([], "never")
         stored = front.adapters.catalog.current(front.adapters.target("judge", "default")).artifact
         assert stored.activation == invocation_policy(tokens)
 
