@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.artifact.peft_configs import ALL, lora
 from tests.artifact.tiny import VOCAB, save_adapter, tiny_model
+from tests.catalog.remotes import WebServer
 from tests.e2e.tiny_peft import logprobs_of, write_base
 
 from loraplex import LLM, SamplingParams
@@ -37,15 +38,18 @@ CONTEXT = torch.randint(10, VOCAB, (23,), generator=torch.Generator().manual_see
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = write_base(tmp_path_factory.mktemp("base"), False)
-    with LLM(
-        folder,
-        device="cpu",
-        dtype="float32",
-        pool_gb=0.02,
-        page_tokens=PAGE_TOKENS,
-        token_budget=16,
-        max_requests=8,
-    ) as running:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LORAPLEX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        running = LLM(
+            folder,
+            device="cpu",
+            dtype="float32",
+            pool_gb=0.02,
+            page_tokens=PAGE_TOKENS,
+            token_budget=16,
+            max_requests=8,
+        )
+    with running:
         yield running
 
 
@@ -169,3 +173,16 @@ def test_a_fallback_is_the_base_or_none(value: Any) -> None:
     with pytest.raises(CallerError) as caught:
         SamplingParams(alora_fallback=value)
     assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_SAMPLING, "alora_fallback")
+
+
+def test_a_remote_adapters_card_comes_along(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_adapter(tmp_path / "judge", KINDS["attention"])
+    card = '---\nalora_invocation: "[judge]"\nalora_chat_suffix: " [judge]"\n---\n'
+    (tmp_path / "judge" / "README.md").write_text(card)
+    with WebServer() as web:
+        web.publish(tmp_path / "judge", "/judge")
+        described = llm.add_adapter("remote", f"{web.url}/judge")
+    assert (described["chat_suffix"], described["invocation_tokens"]) == (" [judge]", INVOCATION)
+    llm.remove_adapter("remote")
