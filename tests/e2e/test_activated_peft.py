@@ -149,6 +149,27 @@ def test_the_base_and_its_specialists_compute_a_context_once(llm: LLM, tmp_path:
             llm.remove_adapter(name)
 
 
+def test_new_content_under_an_alias_finds_nothing_of_the_old(llm: LLM, tmp_path: Path) -> None:
+    plain = lora(task_type="CAUSAL_LM", target_modules=ALL)
+    for seed, name in enumerate(("old", "new")):
+        save_adapter(tmp_path / name, plain, seed=seed)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    reusable = (len(CONTEXT) - 1) // PAGE_TOKENS * PAGE_TOKENS
+    llm.add_adapter("changing", tmp_path / "old")
+    try:
+        assert [llm.generate([CONTEXT], "changing", params)[0].cached_tokens for _ in range(2)] == [
+            0,
+            reusable,
+        ]
+        llm.swap_adapter("changing", tmp_path / "new")
+        assert [llm.generate([CONTEXT], "changing", params)[0].cached_tokens for _ in range(2)] == [
+            0,
+            reusable,
+        ]
+    finally:
+        llm.remove_adapter("changing")
+
+
 def test_a_prompt_without_the_invocation(llm: LLM, tmp_path: Path) -> None:
     save_adapter(tmp_path, KINDS["attention"])
     llm.add_adapter("a", tmp_path)

@@ -95,6 +95,18 @@ def test_without_an_invocation_it_is_refused(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
+def test_embeddings_as_a_prompt_are_refused(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        await judge(front, "[judge]")
+        for given in ({"prompt_embeds": "AAAA"}, {"prompt": [[0.5, 0.25]]}, {"inputs_embeds": [[0.5]]}):
+            answer = await front.complete(**{"model": "judge", "prompt": "hello[judge]", **given})
+            assert answer.status_code == 400
+            assert error_of(answer)[2] == next(iter(given))
+        assert front.engine.of(Submit) == []
+
+    run(tmp_path, test)
+
+
 def test_the_base_answers_only_where_it_is_asked_for_by_name(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
         adapter = await judge(front)
