@@ -306,28 +306,28 @@ def _device_decode(repeats: int, profile: bool, only: tuple[int, ...], json: Pat
 
 
 @bench_app.command
-def step(*, steps: int = 200, json: Path | None = None) -> None:
+def step(
+    *,
+    steps: int = 200,
+    cache: Annotated[tuple[Literal["off", "empty", "full"], ...], Parameter(negative="")] = ("off",),
+    json: Path | None = None,
+) -> None:
     """Processor time of one iteration of the control plane, with nothing behind it.
 
     Args:
         steps: timed decode steps of each row.
+        cache: of prefixes: off, empty, or full of blocks that nobody asks for again; may be repeated.
         json: also write the rows to this file.
     """
-    from loraplex.bench.step_time import as_json, run_steps
+    from loraplex.bench.step_time import as_json, run_steps, table
 
     if steps < 1:
         raise CallerError(ErrorCode.CONFIG_INVALID, f"steps must be at least 1, got {steps}", param="steps")
     check_outputs(json)
     with activity() as tell:
-        rows = run_steps(steps, tell)
-    parts = list(rows[0].parts_ms)
-    head = f"{'running':>8} {'waiting':>8} {'adapters':>9} {'step ms':>9} {'p99 ms':>8} {'plan ms':>8}"
-    print(head + "".join(f" {part:>8}" for part in parts))
-    for row in rows:
-        print(
-            f"{row.running:8} {row.waiting:8} {row.adapters:9} {row.step_ms:9.2f} {row.step_p99_ms:8.2f} "
-            f"{row.plan_ms:8.2f}" + "".join(f" {row.parts_ms[part]:8.3f}" for part in parts)
-        )
+        rows = run_steps(steps, tell, caches=cache)
+    for line in table(rows):
+        print(line)
     if json is not None:
         write_output(json, as_json(rows, steps) + "\n")
 
