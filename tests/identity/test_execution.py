@@ -7,7 +7,7 @@ import pytest
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import LAYER_MODULES, Module
-from loraplex.identity.cache import KeyChain, cache_root
+from loraplex.identity.cache import KeyChain, block_key, cache_root
 from loraplex.identity.canonical import digest
 from loraplex.identity.closure import (
     DIRECT,
@@ -317,3 +317,22 @@ def test_an_invocation_needs_an_adapter_and_a_position(execution: str | None, at
 
 def test_an_invocation_at_the_first_token_leaves_no_base_interval() -> None:
     assert invoked(A, 0) == always(A)
+
+
+@pytest.mark.parametrize("at", [None, 0, 1, 5, 8, 9, 23])
+def test_a_chain_makes_the_keys_that_blocks_have_singly(at: int | None) -> None:
+    """Keys of many blocks at once, and in pieces, are those of `block_key`, block by block."""
+    history = PLAIN if at is None else invoked(A, at)
+    tokens, size = tuple(range(27)), 4
+    parent, expected = ROOT, []
+    for start in range(0, 24, size):
+        acting = max((i for i in history if i.start < start + size), key=lambda i: i.start)
+        acts_from = max(acting.start - start, 0)
+        parent = block_key(
+            parent, bytes.fromhex(acting.execution), acts_from, bits(tokens[start : start + size])
+        )
+        expected.append(parent)
+    assert keys(history, tokens, size) == expected
+    pieces = KeyChain(ROOT, history, size)
+    assert pieces.extend(bits(tokens[:9])) + pieces.extend(bits(tokens[8:])) == expected
+    assert (pieces.parent, pieces.position) == (expected[-1], 24)
