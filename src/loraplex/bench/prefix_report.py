@@ -124,6 +124,19 @@ def pipeline_row(context: int, turns: Mapping[str, Sequence[Sequence[TurnTimes]]
     )
 
 
+def cost_row(count: int, length: int, on: Sequence[Conversation], off: Sequence[Conversation]) -> CostRow:
+    """`count` prompts of `length` tokens. on, off: their runs with and without a cache."""
+    prefill = statistics.median(one.seconds for one in off)
+    return CostRow(
+        count,
+        count * length,
+        1e3 * prefill,
+        statistics.median(one.host_ms for one in on),
+        statistics.median(one.host_ms for one in off),
+        statistics.median(one.seconds for one in on) / prefill,
+    )
+
+
 def table(measured: Measured) -> list[str]:
     """The rows as lines of text."""
     lines = []

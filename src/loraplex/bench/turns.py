@@ -170,6 +170,7 @@ class OurTurns:
     def close(self) -> None:
         """See `TurnEngine.close`."""
         self._llm.close()
+        del self._backend  # it holds the weights
 
 
 def _look(number: int, asked: _Asked, now: float) -> TurnTimes | None:
