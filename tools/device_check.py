@@ -119,6 +119,8 @@ STAGES: Final = (
           (*CLI, "bench", "decode", "--device", "cuda", "--repeats", "3", "--only", "1", "--only", "6", "--only", "14", "--json", JSON)),
     Stage("load", "cold adapters by stage, many at once, a swap under load", 420,
           (*CLI, "bench", "load", "--device", "cuda", "--ranks", "16", "--cold", "64", "--json", JSON)),
+    Stage("prefix", "cached prefixes: conversations, a system prompt, the aLoRA pipeline, what they cost", 590,
+          (*CLI, "bench", "prefix", "--device", "cuda", "--json", JSON)),
     Stage("step", "host time of a step", 240, (*CLI, "bench", "step", "--json", JSON), cuda=False),
 )  # fmt: skip
 
