@@ -1,4 +1,6 @@
-"""`loraplex bench prefix` over a tiny model: what it counts as reused, its rows and charts, and what it refuses."""
+"""`loraplex bench prefix` over a tiny model: what it counts as reused, its rows and charts, and what it
+refuses.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Eight methods over shared prefixes through `LLM` on the device, with the cache on and off: as PEFT in float32,
-and in half types no further from it than those types are on the CPU.
+"""Eight methods over shared prefixes through `LLM` on the device, with the cache on and off: as PEFT in
+float32, and in half types no further from it than those types are on the CPU.
 
 The bodies are those of the CPU's tests.
 """

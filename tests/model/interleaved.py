@@ -84,7 +84,9 @@ def answers(
 
 
 def scores_after(one: Asked, output: RequestOutput, family: str, spread: float) -> torch.Tensor:
-    """PEFT's log probabilities before each generated token, [tokens, vocabulary], over what came before it."""
+    """PEFT's log probabilities before each generated token, [tokens, vocabulary], over what came
+    before it.
+    """
     judge = reference(family) if one.adapter is None else tuned(one.adapter, family, spread)
     scores = torch.log_softmax(logits_of(judge, [*one.tokens, *output.token_ids]), dim=-1)
     return scores[len(one.tokens) - 1 : -1]

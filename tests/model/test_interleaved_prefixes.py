@@ -1,5 +1,5 @@
-"""Eight methods over shared prefixes through `LLM`, in random interleavings: with the cache on as with it off,
-and as PEFT.
+"""Eight methods over shared prefixes through `LLM`, in random interleavings: with the cache on as with it
+off, and as PEFT.
 """
 
 from __future__ import annotations

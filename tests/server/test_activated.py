@@ -44,8 +44,11 @@ def test_what_is_registered_and_shown(tmp_path: Path) -> None:
         tokens = front.ids("[judge]")
         assert (adapter["invocation_tokens"], adapter["chat_suffix"]) == (tokens, "[judge]")
         assert adapter["shares"] == {
-            "kv": "before_invocation", "hidden": "before_invocation", "logits": "before_invocation", "sampling": "never",
-        }  # fmt: skip
+            "kv": "before_invocation",
+            "hidden": "before_invocation",
+            "logits": "before_invocation",
+            "sampling": "never",
+        }
         (register,) = front.engine.of(RegisterAdapter)
         assert register.invocation == tuple(tokens)
         plain = await front.http.put("/v1/adapters/plain", json={"source": front.source("plain")})

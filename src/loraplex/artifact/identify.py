@@ -68,8 +68,8 @@ def identify(artifact: Artifact, base_abi: str) -> AdapterIdentity:
 
 
 def function_of(artifact: Artifact, identity: AdapterIdentity, layers: int) -> Function:
-    """What the artifact is where it acts, as far as KV rows, hidden states and logits can tell (0x08B). layers:
-    of the base.
+    """What the artifact is where it acts, as far as KV rows, hidden states and logits can tell (0x08B).
+    layers: of the base.
     """
     return adapter_function(identity.base, identity.semantic, map(_spec, artifact.modules), layers)
 

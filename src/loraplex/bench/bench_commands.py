@@ -383,7 +383,7 @@ def prefix(
     json: Path | None = None,
     plot: Path | None = None,
 ) -> None:
-    """What cached prefixes save, with the cache on and off in one run, and what they cost where nothing matches.
+    """What cached prefixes save, with the cache on and off, and what they cost where nothing matches.
 
     Scenarios: a: 64 conversations of 8 turns, an adapter each; b: a system prompt of 2,000 tokens for 64
     clients at once; c: the base, then a specialist over the same context, with LoRA and with activated LoRA;

@@ -1,8 +1,9 @@
 """`loraplex bench prefix`: what cached prefixes save, and what they cost where nothing matches.
 
-On a CPU the engines of a run are loaded at once and take turns, on a device one follows the other: ours with the prefix cache on and off, and vLLM with
-its own on and off where an interpreter is given. Every turn has prompts of its own, the same for all engines.
-`bench/prefix_scenarios.py` says what is asked, and `bench/prefix_report.py` what it came to. Specification: benchmarks.
+On a CPU the engines of a run are loaded at once and take turns, on a device one follows the other: ours with
+the prefix cache on and off, and vLLM with its own on and off where an interpreter is given. Every turn has
+prompts of its own, the same for all engines. `bench/prefix_scenarios.py` says what is asked, and
+`bench/prefix_report.py` what it came to. Specification: benchmarks.
 """
 
 from __future__ import annotations

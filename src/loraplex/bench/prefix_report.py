@@ -18,8 +18,8 @@ from loraplex.bench.turns import CACHED, Conversation, TurnTimes
 
 class ReuseRow(msgspec.Struct, frozen=True):
     """Conversations or a system prompt on one engine. possible: prompt tokens that an earlier request, or one
-    that came with it, had too. TTFT in milliseconds, of all turns and of every client's last; by_turn: medians,
-    or of each client in order of waiting where there is one turn.
+    that came with it, had too. TTFT in milliseconds, of all turns and of every client's last; by_turn:
+    medians, or of each client in order of waiting where there is one turn.
     """
 
     scenario: str
@@ -58,8 +58,8 @@ class PipelineRow(msgspec.Struct, frozen=True):
 
 
 class CostRow(msgspec.Struct, frozen=True):
-    """Prompts that share nothing. prefill_ms: that the prefill of all takes without a cache. host_ms: processor
-    time of making keys and of the engine without its model, with the cache on and off.
+    """Prompts that share nothing. prefill_ms: that the prefill of all takes without a cache. host_ms:
+    processor time of making keys and of the engine without its model, with the cache on and off.
     """
 
     prompts: int
@@ -142,7 +142,8 @@ def table(measured: Measured) -> list[str]:
     lines = []
     if measured.reuse:
         lines.append(
-            f"{'scenario':20} {'engine':20} {'reused of possible':>26} {'TTFT p50/p99 ms':>17} {'last turn':>17} tokens/s"
+            f"{'scenario':20} {'engine':20} {'reused of possible':>26} {'TTFT p50/p99 ms':>17} "
+            f"{'last turn':>17} tokens/s"
         )
     for row in measured.reuse:
         of = f"{row.reused:,} of {row.possible:,} {row.share:4.0%}"
@@ -158,16 +159,16 @@ def table(measured: Measured) -> list[str]:
 def _pipeline_line(row: PipelineRow) -> str:
     return (
         f"{row.context:6,} tokens: base's first token {row.base_ms:,.0f} ms; specialist's with LoRA "
-        f"{row.ttft_ms[LORA]:,.1f}, with aLoRA {row.ttft_ms[ALORA]:,.1f}: {row.ratio:.1f} times sooner; whole "
-        f"{row.whole_ms[LORA]:,.0f} and {row.whole_ms[ALORA]:,.0f} ms; reused {row.reused[LORA]:,} and "
+        f"{row.ttft_ms[LORA]:,.1f}, with aLoRA {row.ttft_ms[ALORA]:,.1f}: {row.ratio:.1f} times sooner; "
+        f"whole {row.whole_ms[LORA]:,.0f} and {row.whole_ms[ALORA]:,.0f} ms; reused {row.reused[LORA]:,} and "
         f"{row.reused[ALORA]:,}"
     )
 
 
 def _cost_line(row: CostRow) -> str:
     return (
-        f"{row.prompts} prompts of {row.prompt_tokens // row.prompts} tokens that share nothing: the cache adds "
-        f"{row.cached_host_ms - row.uncached_host_ms:.2f} ms of processor time to a prefill of "
+        f"{row.prompts} prompts of {row.prompt_tokens // row.prompts} tokens that share nothing: the cache "
+        f"adds {row.cached_host_ms - row.uncached_host_ms:.2f} ms of processor time to a prefill of "
         f"{row.prefill_ms:,.0f} ms, {row.share:.2%}; {row.wall_ratio:.3f} of the time without it"
     )
 

@@ -1,8 +1,8 @@
-"""What `loraplex bench prefix` measures: conversations, one system prompt for many, an activated specialist, and
-prompts that share nothing.
+"""What `loraplex bench prefix` measures: conversations, one system prompt for many, an activated specialist,
+and prompts that share nothing.
 
-Owns what is asked, and which of its tokens could be reused. Never measures: `bench/turns.py` does. Prompts are
-random token ids, answers are greedy and end at no end-of-sequence token. Specification: benchmarks
+Owns what is asked, and which of its tokens could be reused. Never measures: `bench/turns.py` does. Prompts
+are random token ids, answers are greedy and end at no end-of-sequence token. Specification: benchmarks
 (prefixes).
 """
 
@@ -24,9 +24,10 @@ INVOCATION_TOKENS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything. first, own, answer: tokens of a conversation's first turn, of each later one and
-    of each answer. system: tokens that all clients share. contexts: tokens before the pipeline's base answers
-    with `draft` tokens, then a specialist with `verdict`. fresh: (prompts, their tokens) that share nothing.
+    """How much of everything. first, own, answer: tokens of a conversation's first turn, of each later one
+    and of each answer. system: tokens that all clients share. contexts: tokens before the pipeline's base
+    answers with `draft` tokens, then a specialist with `verdict`. fresh: (prompts, their tokens) that share
+    nothing.
     """
 
     clients: int

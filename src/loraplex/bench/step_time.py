@@ -50,12 +50,12 @@ PARTS: Final = ("drain", "admit", "reserve", "plan", "execute", "commit", "publi
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Milliseconds of processor time of a decode step: whole, and planning alone; medians, 99th percentile, and
-    the mean, to which steps count that complete a block for everybody.
+    """Milliseconds of processor time of a decode step: whole, and planning alone; medians, 99th percentile,
+    and the mean, to which steps count that complete a block for everybody.
 
-    adapters: distinct ones. cache: `off`, `empty` or `full` when the requests came. start_ms: of all steps from
-    then until everybody who fits decodes. parts_ms: medians of the step's seven calls; `execute` validates,
-    packs and launches.
+    adapters: distinct ones. cache: `off`, `empty` or `full` when the requests came. start_ms: of all steps
+    from then until everybody who fits decodes. parts_ms: medians of the step's seven calls; `execute`
+    validates, packs and launches.
     """
 
     running: int
@@ -178,8 +178,8 @@ class StepBench:
             self._until(lambda: self.engine.idle and not self.mailbox.pending)
 
     def measure(self) -> StepRow:
-        """Step until everybody who fits decodes, then time `steps` steps. Garbage of what was before is collected
-        first: it would fall into the steps of one row or another.
+        """Step until everybody who fits decodes, then time `steps` steps. Garbage of what was before is
+        collected first: it would fall into the steps of one row or another.
         """
         gc.collect()
         started, before = time.thread_time_ns(), self.backend.spent_ns

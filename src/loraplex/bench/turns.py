@@ -21,8 +21,8 @@ from loraplex.text.assembly import fewest_cached
 
 
 class Turn(NamedTuple):
-    """What a client asks next. own: token ids behind everything before. adapter: its alias, None for the base.
-    new: tokens of the answer.
+    """What a client asks next. own: token ids behind everything before. adapter: its alias, None for the
+    base. new: tokens of the answer.
     """
 
     own: list[int]
@@ -112,7 +112,9 @@ UNCACHED: Final = "cache off"
 
 
 class OurTurns:
-    """`LLM` in this process, with its prefix cache on or off; adapters are on the device before anybody asks."""
+    """`LLM` in this process, with its prefix cache on or off; adapters are on the device before
+    anybody asks.
+    """
 
     def __init__(self, model: Path, adapters: Mapping[str, Path], *, cached: bool, **options: Any) -> None:
         self.name, self.cached = f"loraplex, {CACHED if cached else UNCACHED}", cached

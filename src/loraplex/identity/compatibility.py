@@ -1,9 +1,9 @@
 """What two functions over one base have in common: KV rows, final hidden states, logits, and what is sampled.
 
 Four questions with four answers: an adapter of the output head leaves KV rows and hidden states alone and
-changes every logit, so equal KV rows prove nothing about logits. A function is what acts at a position, as far
-as each of the objects can tell; what the graph proves to be out of reach counts as the base. Its KV part is the
-execution that block keys are made of. Never looks at bytes, positions or requests.
+changes every logit, so equal KV rows prove nothing about logits. A function is what acts at a position, as
+far as each of the objects can tell; what the graph proves to be out of reach counts as the base. Its KV part
+is the execution that block keys are made of. Never looks at bytes, positions or requests.
 
 Specification: 0x08B, 0x08D; rulings "KV compatibility".
 """

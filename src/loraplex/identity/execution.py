@@ -3,8 +3,8 @@ digest.
 
 An execution says what acts over a run of positions as far as KV rows can tell: the base, or the base with one
 adapter. An adapter whose parts all lie outside the cache-ancestor closure executes as the base
-(`identity/compatibility.py`). An activated adapter executes as the base before its invocation and as itself from the first invocation token on. Which
-slot, page or request holds a row is never part of it.
+(`identity/compatibility.py`). An activated adapter executes as the base before its invocation and as itself
+from the first invocation token on. Which slot, page or request holds a row is never part of it.
 
 Specification: 0x08E, 0x08H; rulings "Identity", "KV compatibility".
 """
