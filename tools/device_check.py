@@ -95,7 +95,7 @@ STAGES: Final = (
     Stage("plans", "random plans against float64, kernels and sampling", 300,
           (*PYTEST, "-n", "4", "tests/gpu/test_cuda_plans.py", "tests/gpu/test_cuda_sampling.py", "tests/ops/test_triton_lora.py")),
     Stage("methods", "every adapter method against PEFT; bases against transformers", 420,
-          (*PYTEST, "-n", "4", "tests/gpu/test_cuda_methods.py")),
+          (*PYTEST, "-n", "4", "tests/gpu/test_cuda_methods.py", "tests/gpu/test_cuda_prefixes.py")),
     Stage("runner", "runner and adapters at level b, bitwise claims", 420,
           (*PYTEST, "-n", "4", "tests/gpu/test_cuda_runner.py", "tests/gpu/test_cuda_adapters.py")),
     Stage("residency", "pages, open and damaged copies, eviction, preemption", 420,
