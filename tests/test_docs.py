@@ -1,4 +1,4 @@
-"""Citations lead somewhere: section codes, quoted rulings, module paths, links between pages.
+"""Citations lead somewhere: section codes, quoted rulings, module paths, tests, links between pages.
 
 Each rule is a function from text to what leads nowhere; it runs over the repository and over a text with
 planted faults.
@@ -33,6 +33,7 @@ QUOTED = re.compile(rf'\b({"|".join(CITED_PAGES)}) ("[^"]+"(?:, "[^"]+")*)')
 SECTION = re.compile(r"^##+ (0x.*)$", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)")
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 PATH = re.compile(r"`([\w./-]+(?:\.(?:py|cpp|h|md)|/))`")
 
 
@@ -94,6 +95,18 @@ def missing_paths(text: str, library: Path) -> set[str]:
         path
         for path in PATH.findall(text)
         if not ((library / path).exists() or (ROOT / path).exists() or ("/" not in path and path in names))
+    }
+
+
+def missing_tests(text: str, root: Path) -> set[str]:
+    """Back-quoted tests, `tests/... .py::name`, that no file has."""
+    return {
+        f"{file}::{name}"
+        for file, name in TEST.findall(text)
+        if not (root / file).is_file()
+        or not re.search(
+            rf"^(?:async )?def {name}\(", (root / file).read_text(encoding="utf-8"), re.MULTILINE
+        )
     }
 
 
@@ -167,6 +180,17 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     assert not broken_links(page, page.read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_test_that_a_page_names_is_there(page: Path) -> None:
+    assert not missing_tests(page.read_text(encoding="utf-8"), ROOT)
+
+
+def test_every_failure_of_cached_kv_names_its_test() -> None:
+    page = (DOCS / "specification" / "08-kv-compatibility.md").read_text(encoding="utf-8")
+    (rows,) = re.findall(r"^## 0x08L Failures\n\n.*\n\|[-|]+\|\n((?:\|.*\|\n)+)", page, re.MULTILINE)
+    assert [len(TEST.findall(row)) for row in rows.splitlines()] == [1] * 14
+
+
 def test_no_page_cites_a_paper_that_is_not_here() -> None:
     absent = re.compile(
         r"\b(?:DESIGN|STYLE|FAULTS|WORKLOADS|DEPENDENCIES|COVERAGE)(?:\.md\b| \d)|\bseed\.txt\b"
@@ -192,5 +216,9 @@ def test_the_rules_see_planted_faults() -> None:
         "plans.py",
         "cores/",
     }
+    named = (
+        "`tests/test_docs.py::test_the_rules_see_planted_faults` `tests/test_docs.py::moods` `tests/a.py::b`"
+    )
+    assert missing_tests(named, ROOT) == {"tests/test_docs.py::moods", "tests/a.py::b"}
     links = "[a](terms.md#pages), [b](terms.md#moods), [c](mood.md), [d](https://example.org/x)"
     assert broken_links(DOCS / "rulings.md", links) == {"terms.md#moods", "mood.md"}
