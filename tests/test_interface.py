@@ -14,9 +14,9 @@ import pytest
 from cyclopts import App
 
 from loraplex import cli
+from loraplex.core.neutral import Unsupported
 from loraplex.server.administration.endpoints import ACTIONS
 from loraplex.server.app import ROUTES
-from loraplex.server.neutral import Unsupported
 from loraplex.server.openapi import BODIES
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "interface.md").read_text(encoding="utf-8")

@@ -95,7 +95,7 @@ STAGES: Final = (
     Stage("plans", "random plans against float64, kernels and sampling", 300,
           (*PYTEST, "-n", "4", "tests/gpu/test_cuda_plans.py", "tests/gpu/test_cuda_sampling.py", "tests/ops/test_triton_lora.py")),
     Stage("methods", "every adapter method against PEFT; bases against transformers", 420,
-          (*PYTEST, "-n", "4", "tests/gpu/test_cuda_methods.py")),
+          (*PYTEST, "-n", "4", "tests/gpu/test_cuda_methods.py", "tests/gpu/test_cuda_prefixes.py")),
     Stage("runner", "runner and adapters at level b, bitwise claims", 420,
           (*PYTEST, "-n", "4", "tests/gpu/test_cuda_runner.py", "tests/gpu/test_cuda_adapters.py")),
     Stage("residency", "pages, open and damaged copies, eviction, preemption", 420,
@@ -119,6 +119,8 @@ STAGES: Final = (
           (*CLI, "bench", "decode", "--device", "cuda", "--repeats", "3", "--only", "1", "--only", "6", "--only", "14", "--json", JSON)),
     Stage("load", "cold adapters by stage, many at once, a swap under load", 420,
           (*CLI, "bench", "load", "--device", "cuda", "--ranks", "16", "--cold", "64", "--json", JSON)),
+    Stage("prefix", "cached prefixes: conversations, a system prompt, the aLoRA pipeline, what they cost", 590,
+          (*CLI, "bench", "prefix", "--device", "cuda", "--json", JSON)),
     Stage("step", "host time of a step", 240, (*CLI, "bench", "step", "--json", JSON), cuda=False),
 )  # fmt: skip
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
-from loraplex.bench.step_time import PARTS, StepBench, StepCase, as_json, run_steps
+import pytest
+
+from loraplex.bench.step_time import CACHES, PARTS, StepBench, StepCase, as_json, run_steps, table
 
 
 def test_everybody_who_fits_decodes_and_the_others_wait() -> None:
@@ -28,9 +30,28 @@ def test_the_running_requests_name_as_many_adapters_as_the_case_says() -> None:
 def test_the_report_has_every_call_of_a_step() -> None:
     told: list[str] = []
     rows = run_steps(3, told.append, cases=(StepCase(4, 0, 0), StepCase(6, 10, 3)))
-    assert told == ["4 running, 0 waiting, 0 adapters", "6 running, 10 waiting, 3 adapters"]
+    assert told == [
+        "4 running, 0 waiting, 0 adapters, cache off",
+        "6 running, 10 waiting, 3 adapters, cache off",
+    ]
     assert [(row.running, row.waiting, row.adapters) for row in rows] == [(4, 0, 0), (6, 10, 3)]
     assert all(tuple(row.parts_ms) == PARTS for row in rows)
+    assert [len(line.split()) for line in table(rows)[1:]] == [11 + len(PARTS)] * 2
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cache_changes_neither_who_runs_nor_what_is_resident(cache: str) -> None:
+    bench = StepBench(StepCase(running=8, waiting=4, adapters=8, cache=cache), steps=40)
+    state = bench.engine.state
+    full = state.prefix.unreferenced
+    assert (full > 0.9 * state.pool.usable) is (cache == "full")
+    row = bench.measure()
+    assert (row.cache, row.start_ms > 0, row.step_mean_ms > 0) == (cache, True, True)
+    assert len(state.by_slot) == 8
+    assert all(entry.resident for entry in state.adapters.values())
+    assert (state.reuse.published > full) is (cache != "off")
+    assert (state.reuse.given_up.get("kv", 0) > 0) is (cache == "full")
+    assert state.reuse.reused == 0
 
 
 def test_with_a_turnover_as_many_are_let_in_as_end() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.artifact.peft_configs import ALL, lora
 from tests.artifact.tiny import VOCAB, save_adapter, tiny_model
+from tests.catalog.remotes import WebServer
 from tests.e2e.tiny_peft import logprobs_of, write_base
 
 from loraplex import LLM, SamplingParams
@@ -37,15 +38,18 @@ CONTEXT = torch.randint(10, VOCAB, (23,), generator=torch.Generator().manual_see
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = write_base(tmp_path_factory.mktemp("base"), False)
-    with LLM(
-        folder,
-        device="cpu",
-        dtype="float32",
-        pool_gb=0.02,
-        page_tokens=PAGE_TOKENS,
-        token_budget=16,
-        max_requests=8,
-    ) as running:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LORAPLEX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        running = LLM(
+            folder,
+            device="cpu",
+            dtype="float32",
+            pool_gb=0.02,
+            page_tokens=PAGE_TOKENS,
+            token_budget=16,
+            max_requests=8,
+        )
+    with running:
         yield running
 
 
@@ -85,7 +89,7 @@ def test_every_position_is_as_peft_computes_it(llm: LLM, tmp_path: Path, kind: s
     invocation = list(KINDS[kind].alora_invocation_tokens)
     described = llm.add_adapter(kind.replace(" ", "-"), tmp_path)
     assert described["invocation_tokens"] == invocation
-    assert described["shares_base_prefix"] is True
+    assert described["shares"]["kv"] == ("always" if kind == "head" else "before_invocation")
     scored = SamplingParams(
         max_tokens=1, temperature=0.0, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS
     )
@@ -145,6 +149,27 @@ def test_the_base_and_its_specialists_compute_a_context_once(llm: LLM, tmp_path:
             llm.remove_adapter(name)
 
 
+def test_new_content_under_an_alias_finds_nothing_of_the_old(llm: LLM, tmp_path: Path) -> None:
+    plain = lora(task_type="CAUSAL_LM", target_modules=ALL)
+    for seed, name in enumerate(("old", "new")):
+        save_adapter(tmp_path / name, plain, seed=seed)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    reusable = (len(CONTEXT) - 1) // PAGE_TOKENS * PAGE_TOKENS
+    llm.add_adapter("changing", tmp_path / "old")
+    try:
+        assert [llm.generate([CONTEXT], "changing", params)[0].cached_tokens for _ in range(2)] == [
+            0,
+            reusable,
+        ]
+        llm.swap_adapter("changing", tmp_path / "new")
+        assert [llm.generate([CONTEXT], "changing", params)[0].cached_tokens for _ in range(2)] == [
+            0,
+            reusable,
+        ]
+    finally:
+        llm.remove_adapter("changing")
+
+
 def test_a_prompt_without_the_invocation(llm: LLM, tmp_path: Path) -> None:
     save_adapter(tmp_path, KINDS["attention"])
     llm.add_adapter("a", tmp_path)
@@ -169,3 +194,16 @@ def test_a_fallback_is_the_base_or_none(value: Any) -> None:
     with pytest.raises(CallerError) as caught:
         SamplingParams(alora_fallback=value)
     assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_SAMPLING, "alora_fallback")
+
+
+def test_a_remote_adapters_card_comes_along(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_adapter(tmp_path / "judge", KINDS["attention"])
+    card = '---\nalora_invocation: "[judge]"\nalora_chat_suffix: " [judge]"\n---\n'
+    (tmp_path / "judge" / "README.md").write_text(card)
+    with WebServer() as web:
+        web.publish(tmp_path / "judge", "/judge")
+        described = llm.add_adapter("remote", f"{web.url}/judge")
+    assert (described["chat_suffix"], described["invocation_tokens"]) == (" [judge]", INVOCATION)
+    llm.remove_adapter("remote")

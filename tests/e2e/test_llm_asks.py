@@ -21,7 +21,7 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = model(tmp_path_factory.mktemp("asks"))
+    folder = model(tmp_path_factory.mktemp("asks"), max_position_embeddings=1024)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
     own = write_adapter(folder / "own", 1)
@@ -69,6 +69,59 @@ def test_a_stream_grows_to_the_whole_answer_and_may_be_left(llm: LLM) -> None:
     assert llm.inspect()["requests"]["live"] == 0
 
 
+COUNT: Any = {
+    "type": "function",
+    "function": {
+        "name": "hello",
+        "parameters": {
+            "type": "object",
+            "properties": {"lo": {"enum": [1, 2]}},
+            "required": ["lo"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_a_conversation_may_call_tools(llm: LLM) -> None:
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    params = SamplingParams(max_tokens=200, seed=3, n=2)
+    [made] = llm.chat(
+        messages, [None], params, tools=[COUNT], tool_choice="required", parallel_tool_calls=False
+    )
+    for sample in made.samples:
+        (call,) = sample.tool_calls
+        assert (sample.finish_reason, sample.text, call.name) == ("tool_calls", "", "hello")
+        assert json.loads(call.arguments) in ({"lo": 1}, {"lo": 2})
+    [call] = made.tool_calls
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is not None
+    assert "hello" in tokenizer.decode(made.prompt_token_ids)
+    assert len(made.prompt_token_ids) > len(llm.chat(messages, sampling=GREEDY)[0].prompt_token_ids)
+    again: list[Any] = [
+        *messages,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": call.id, "content": "world"},
+    ]
+    [final] = llm.chat(again, sampling=GREEDY, tools=[COUNT], tool_choice="none")
+    assert final.tool_calls == []
+    assert "world" in tokenizer.decode(final.prompt_token_ids)
+    form = AnswerForm(regex="a")
+    with pytest.raises(CallerError) as caught:
+        llm.chat(messages, sampling=SamplingParams(structured_outputs=form), tools=[COUNT])
+    assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_REQUEST, "structured_outputs")
+
+
 @pytest.mark.parametrize(
     ("form", "texts"),
     [
@@ -98,9 +151,9 @@ def test_special_tokens_are_shown_where_they_are_not_skipped(llm: LLM) -> None:
 
 def test_what_is_wrong_is_refused_by_name(llm: LLM) -> None:
     wrong: list[tuple[Any, str]] = [
-        (lambda: llm.chat([]), "messages"), (lambda: llm.chat([{"role": "user"}]), "messages"),
-        (lambda: llm.chat("hello"), "messages"), (lambda: llm.generate({"text": "a"}), "prompts"),
-         # type: ignore[arg-type]
+        (lambda: llm.chat([]), "messages"), (lambda: llm.chat([{"role": "user"}]),
+         "messages[0].content"),
+        (lambda: llm.chat("hello"), "messages"), (lambda: llm.generate({"text": "a"}), "prompts"),  # type: ignore[arg-type]
         (lambda: llm.generate({"prompt": 3}), "prompts"),
         (AnswerForm, "structured_outputs"), (lambda: AnswerForm(regex="a", choice=["b"]),
         "structured_outputs"),

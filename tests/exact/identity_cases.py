@@ -29,11 +29,12 @@ from loraplex.core.ids import (
 )
 from loraplex.core.layout import Geometry, PageGeometry
 from loraplex.identity import generations
+from loraplex.identity.activation import last_invocation
 from loraplex.identity.binding import RequestBinding, SlotBinding
 from loraplex.identity.cache import CacheAbi
 from loraplex.identity.canonical import digest
 from loraplex.identity.digests import BaseAbi
-from loraplex.identity.execution import Interval, adapter_execution
+from loraplex.identity.execution import Interval, adapter_execution, base_execution
 from loraplex.identity.generations import GenerationVector
 from loraplex.identity.manifest import RuntimeManifest, adapter_manifest, check_runtime_manifest, prefix_of
 
@@ -43,17 +44,26 @@ BASE = BaseModules(
 ABI = BaseAbi(weights=digest("w"), config=digest("c"), transforms=digest("t"), target_map=target_map(BASE))
 PAGES = PageGeometry(Geometry.RANK_ROWS, 2, row_page_bytes=128)
 RANKS = 2
+PROMPT = (5, 6, 7)
 
 
 def write(
-    folder: Path, *, v_rank: int = 4, target: str = "v_proj", nudge: bool = False, dropout: float = 0.0
+    folder: Path,
+    *,
+    v_rank: int = 4,
+    target: str = "v_proj",
+    nudge: bool = False,
+    dropout: float = 0.0,
+    invocation: tuple[int, ...] = (),
 ) -> Path:
-    """q_proj rank 2 alpha 4, v_proj rank 4 alpha 8, bfloat16."""
+    """q_proj rank 2 alpha 4, v_proj rank 4 alpha 8, bfloat16. invocation: activates it, if there is one."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", target],
         "rank_pattern": {target: v_rank}, "alpha_pattern": {target: 8}, "lora_dropout": dropout,
     }  # fmt: skip
+    if invocation:
+        config["alora_invocation_tokens"] = list(invocation)
     (folder / "adapter_config.json").write_text(json.dumps(config))
     tensors = {}
     for name, rank in (("q_proj", 2), (target, v_rank)):
@@ -67,7 +77,10 @@ def write(
 
 
 def launch(artifact: Artifact, *, slot_generation: int = 11, abi: BaseAbi = ABI) -> RuntimeManifest:
-    """req-17, attempt 0, bound to the artifact, published in worker slot 3."""
+    """req-17, attempt 0, bound to the artifact, published in worker slot 3.
+
+    An activated adapter is invoked at the prompt's last invocation.
+    """
     record = artifact_record(artifact, abi.digest)
     kernels = kernels_of(artifact, PAGES, Dtype.BFLOAT16, abi.digest, RANKS)
     adapter = adapter_manifest(abi, record, artifact.invocation_tokens, kernels)
@@ -110,6 +123,12 @@ def launch(artifact: Artifact, *, slot_generation: int = 11, abi: BaseAbi = ABI)
         cache=CacheGeneration(9),
         rng=RngGeneration(1),
     )
+    invoked_at = None
+    history = (Interval(0, adapter_execution(adapter.semantic_sha256)),)
+    if artifact.invocation_tokens is not None:
+        invoked_at = last_invocation(PROMPT, artifact.invocation_tokens)
+        assert invoked_at
+        history = (Interval(0, base_execution(abi.digest)), Interval(invoked_at, history[0].execution))
     manifest = RuntimeManifest(
         adapter=adapter,
         request=request,
@@ -119,11 +138,11 @@ def launch(artifact: Artifact, *, slot_generation: int = 11, abi: BaseAbi = ABI)
         shard=1,
         cache=cache,
         cache_sha256=cache.digest,
-        cache_history=(Interval(0, adapter_execution(adapter.semantic_sha256)),),
-        invoked_at=None,
+        cache_history=history,
+        invoked_at=invoked_at,
         graph_revision=1,
         namespace="tenant-a",
-        prompt_tokens=(5, 6, 7),
+        prompt_tokens=PROMPT,
         side_inputs=digest({"side_inputs": []}),
         prefix_sha256="",
         generations=generations.encode(vector),
@@ -309,6 +328,68 @@ RELATIONS: list[tuple[str, Callable[[RuntimeManifest], RuntimeManifest], ErrorCo
     pointer_table_generation=6)), SLOT),
     ("cache of another adapter", lambda m: resealed(m, cache_history=(Interval(0,
     adapter_execution(DRIFT)),)), LEASE),
+    ("another graph of dependencies", lambda m: resealed(m, graph_revision=2), INVALID),
+    ("invoked without an invocation", lambda m: resealed(m, invoked_at=1), INVALID),
     ("cache over another base", lambda m: resealed(m, cache=msgspec.structs.replace(m.cache, base=DRIFT)),
     LEASE),
 ]  # fmt: skip
+
+
+def rows_by(manifest: RuntimeManifest, *history: Interval, **changes: Any) -> RuntimeManifest:
+    """The KV rows as if made under another history, with digests made again."""
+    return resealed(manifest, cache_history=history, **changes)
+
+
+ACTIVATED: list[tuple[str, Callable[[RuntimeManifest], RuntimeManifest], ErrorCode, str]] = [
+    (
+        "the first invocation counts",
+        lambda m: rows_by(
+            m, Interval(0, m.cache_history[1].execution), prompt_tokens=(6, 6, 7), invoked_at=0
+        ),
+        INVALID,
+        "last invocation is at 1",
+    ),
+    (
+        "it acts behind its invocation",
+        lambda m: rows_by(m, m.cache_history[0], Interval(2, m.cache_history[1].execution), invoked_at=2),
+        INVALID,
+        "last invocation is at 1",
+    ),
+    (
+        "the prompt invokes nothing",
+        lambda m: resealed(m, prompt_tokens=(5, 5, 7)),
+        INVALID,
+        "last invocation is at None",
+    ),
+    (
+        "never invoked",
+        lambda m: rows_by(m, m.cache_history[0], invoked_at=None),
+        INVALID,
+        "was invoked at None",
+    ),
+    (
+        "always on all the same",
+        lambda m: rows_by(m, Interval(0, m.cache_history[1].execution)),
+        LEASE,
+        "KV rows were made under",
+    ),
+    (
+        "the base behind the invocation",
+        lambda m: rows_by(m, m.cache_history[0]),
+        LEASE,
+        "KV rows were made under",
+    ),
+    (
+        "another boundary",
+        lambda m: rows_by(m, m.cache_history[0], Interval(2, m.cache_history[1].execution)),
+        LEASE,
+        "KV rows were made under",
+    ),
+    (
+        "another graph of dependencies",
+        lambda m: resealed(m, graph_revision=2),
+        INVALID,
+        "graph_revision is 2, expected 1",
+    ),
+]
+"""Of a launch whose adapter is invoked by token 6: what its digests do not show."""

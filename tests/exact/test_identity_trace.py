@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from tests.exact.identity_cases import (
     ABI,
+    ACTIVATED,
     BASE,
     INVALID,
     MUTATIONS,
@@ -218,3 +219,27 @@ def test_the_vector_has_one_component_for_each_reason() -> None:
 
 def test_there_are_enough_cases() -> None:
     assert len(MUTATIONS) + len(RELATIONS) > 130
+
+
+@pytest.fixture
+def activated(tmp_path: Path) -> RuntimeManifest:
+    return launch(load_adapter(write(tmp_path / "activated", invocation=(6,)), BASE))
+
+
+def test_an_activated_launch_says_where_its_adapter_began(activated: RuntimeManifest) -> None:
+    assert (activated.invoked_at, [interval.start for interval in activated.cache_history]) == (1, [0, 1])
+    assert decode_runtime_manifest(encode_manifest(activated)) == activated
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"), [case[1:] for case in ACTIVATED], ids=[case[0] for case in ACTIVATED]
+)
+def test_an_activation_that_does_not_hold(
+    activated: RuntimeManifest,
+    change: Callable[[RuntimeManifest], RuntimeManifest],
+    code: ErrorCode,
+    said: str,
+) -> None:
+    with pytest.raises(InternalFault, match=said) as caught:
+        decode_runtime_manifest(encode_manifest(change(activated)))
+    assert caught.value.code is code

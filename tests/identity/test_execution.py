@@ -7,17 +7,31 @@ import pytest
 
 from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.ids import LAYER_MODULES, Module
-from loraplex.identity.cache import KeyChain, cache_root
+from loraplex.identity.cache import KeyChain, block_key, cache_root
 from loraplex.identity.canonical import digest
 from loraplex.identity.closure import (
     DIRECT,
     Node,
     Part,
     Reach,
+    changes_hidden,
     changes_kv,
+    changes_logits,
     first_reach,
     nodes_of,
     reach,
+)
+from loraplex.identity.compatibility import (
+    Function,
+    Shared,
+    Shares,
+    adapter_function,
+    base_function,
+    hidden_compatible,
+    kv_compatible,
+    logits_compatible,
+    sampling_compatible,
+    shares_with_base,
 )
 from loraplex.identity.digests import FACTOR_AXES, ModuleSpec, TensorRecord
 from loraplex.identity.execution import (
@@ -26,7 +40,6 @@ from loraplex.identity.execution import (
     adapter_execution,
     base_execution,
     check_history,
-    execution_of,
     history_of,
 )
 from loraplex.memory.prefix import PrefixIndex
@@ -169,6 +182,8 @@ def test_three_depths_of_change() -> None:
         [Node(0, Module.Q, Part.FACTORS)],
     )
     assert [changes_kv(n, LAYERS) for n in (head, last_q, first_q)] == [False, False, True]
+    assert [changes_hidden(n, LAYERS) for n in (head, last_q, first_q)] == [False, True, True]
+    assert [changes_logits(n, LAYERS) for n in (head, last_q, first_q, [])] == [True, True, True, False]
     reached = [first_reach(n, LAYERS) for n in (head, last_q, first_q)]
     assert reached == [Reach.LOGITS, Reach.HIDDEN, Reach.LATER_LAYERS]
     assert not changes_kv([], LAYERS)
@@ -181,6 +196,10 @@ def spec(name: str, target: str, role: str = "A") -> ModuleSpec:
     return ModuleSpec(
         name, target, (1, 1), 1, "1", "linear", (TensorRecord(role, axes, "float32", shape, BASE),)
     )
+
+
+def execution_of(base: str, semantic: str, modules: list[ModuleSpec], layers: int) -> str:
+    return adapter_function(base, semantic, modules, layers).kv
 
 
 def test_modules_of_an_artifact_become_nodes() -> None:
@@ -206,8 +225,56 @@ def test_equal_kv_rows_make_neither_equal_hidden_states_nor_equal_logits() -> No
     for module, reached in ((head, Reach.LOGITS), (last_q, Reach.HIDDEN)):
         assert keys(history_of(BASE, execution_of(BASE, A, [module], LAYERS))) == keys(PLAIN)
         assert first_reach(nodes_of([module]), LAYERS) is reached
+        assert kv_compatible(adapter_function(BASE, A, [module], LAYERS), base_function(BASE))
+        assert not logits_compatible(adapter_function(BASE, A, [module], LAYERS), base_function(BASE))
     activated = keys(invoked(A, 2))
     assert (activated[:2], activated[2] == keys(PLAIN)[2]) == (keys(PLAIN)[:2], False)
+
+
+def functions() -> dict[str, Function]:
+    """Of the base, and of adapters that reach logits, hidden states, and KV rows."""
+    return {
+        "base": base_function(BASE),
+        "head": adapter_function(BASE, A, [spec("lm_head", "lm_head")], LAYERS),
+        "last q": adapter_function(BASE, A, [spec("model.layers.3.self_attn.q_proj", "q")], LAYERS),
+        "first q": adapter_function(BASE, A, [spec("model.layers.0.self_attn.q_proj", "q")], LAYERS),
+    }
+
+
+def test_four_questions_have_four_answers() -> None:
+    questions = (kv_compatible, hidden_compatible, logits_compatible, sampling_compatible)
+    base = functions()["base"]
+    assert {name: [ask(base, one) for ask in questions] for name, one in functions().items()} == {
+        "base": [True, True, True, True],
+        "head": [True, True, False, False],
+        "last q": [True, False, False, False],
+        "first q": [False, False, False, False],
+    }
+    for one in functions().values():
+        assert all(ask(one, one) for ask in questions)
+    assert not any(ask(functions()["first q"], adapter_function(BASE, B, [], LAYERS)) for ask in questions)
+
+
+def test_equal_logits_need_equal_hidden_states_and_those_equal_kv_rows() -> None:
+    one = Function(*map(digest, ("kv", "hidden", "logits")))
+    other = Function(digest("other kv"), one.hidden, one.logits)
+    assert not hidden_compatible(one, other)
+    assert not logits_compatible(one, other)
+    assert not logits_compatible(one, Function(one.kv, digest("other hidden"), one.logits))
+    assert not sampling_compatible(one, Function(one.kv, one.hidden, digest("other logits")))
+
+
+def test_what_an_adapter_shares_with_its_base() -> None:
+    always, before, never = Shared.ALWAYS, Shared.BEFORE_INVOCATION, Shared.NEVER
+    made = functions()
+    assert {name: shares_with_base(one, BASE, activated=False) for name, one in made.items()} == {
+        "base": Shares(always, always, always, always),
+        "head": Shares(always, always, never, never),
+        "last q": Shares(always, never, never, never),
+        "first q": Shares(never, never, never, never),
+    }
+    assert shares_with_base(made["first q"], BASE, activated=True) == Shares(before, before, before, never)
+    assert shares_with_base(made["head"], BASE, activated=True) == Shares(always, always, before, never)
 
 
 GOOD = adapter_execution(A)
@@ -250,3 +317,22 @@ def test_an_invocation_needs_an_adapter_and_a_position(execution: str | None, at
 
 def test_an_invocation_at_the_first_token_leaves_no_base_interval() -> None:
     assert invoked(A, 0) == always(A)
+
+
+@pytest.mark.parametrize("at", [None, 0, 1, 5, 8, 9, 23])
+def test_a_chain_makes_the_keys_that_blocks_have_singly(at: int | None) -> None:
+    """Keys of many blocks at once, and in pieces, are those of `block_key`, block by block."""
+    history = PLAIN if at is None else invoked(A, at)
+    tokens, size = tuple(range(27)), 4
+    parent, expected = ROOT, []
+    for start in range(0, 24, size):
+        acting = max((i for i in history if i.start < start + size), key=lambda i: i.start)
+        acts_from = max(acting.start - start, 0)
+        parent = block_key(
+            parent, bytes.fromhex(acting.execution), acts_from, bits(tokens[start : start + size])
+        )
+        expected.append(parent)
+    assert keys(history, tokens, size) == expected
+    pieces = KeyChain(ROOT, history, size)
+    assert pieces.extend(bits(tokens[:9])) + pieces.extend(bits(tokens[8:])) == expected
+    assert (pieces.parent, pieces.position) == (expected[-1], 24)

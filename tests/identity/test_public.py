@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tests.exact.identity_cases import MUTATIONS, RELATIONS, launch, mutate, write
+from tests.exact.identity_cases import ACTIVATED, MUTATIONS, RELATIONS, launch, mutate, write
 
 from loraplex import cli
 from loraplex.artifact.read_artifact import load_adapter
@@ -103,6 +103,17 @@ def test_one_changed_field(adapter: Path, manifest: RuntimeManifest, verify: Ver
 def test_a_broken_relation(adapter: Path, manifest: RuntimeManifest, verify: Verify, number: int) -> None:
     _, change, code = RELATIONS[number]
     verify.does_not_hold(adapter, encode_manifest(change(manifest)), code)
+
+
+@pytest.mark.parametrize("number", range(len(ACTIVATED)))
+def test_an_activation_that_does_not_hold(base: Path, tmp_path: Path, verify: Verify, number: int) -> None:
+    _, change, code, _ = ACTIVATED[number]
+    folder = write(tmp_path / "activated", invocation=(6,))
+    spec = spec_from_config(read_config(base))
+    modules = base_modules(spec)
+    made = launch(load_adapter(folder, modules), abi=base_identity(spec, modules, hash_weights(base)))
+    assert verify(folder, encode_manifest(made))[0] == 0
+    verify.does_not_hold(folder, encode_manifest(change(made)), code)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff", b"{}", b'{"adapter": 1}', b"{}{}"])

@@ -51,6 +51,12 @@ CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
     ["q_proj", "up_proj", "lm_head"]),
     "embedding": lambda: lora(target_modules=["embed_tokens", "lm_head", "q_proj"]),
 }  # fmt: skip
+INVOCATION = [7, 8]
+SHARING: dict[str, Callable[[], peft.PeftConfig]] = {
+    "head": lambda: lora(target_modules=["lm_head"]),
+    "alora": lambda: lora(target_modules=ALL, alora_invocation_tokens=INVOCATION, task_type="CAUSAL_LM"),
+}
+"""Adapters whose requests take KV rows of the base: all of them, and those before the invocation."""
 BASE = "llama-biased"
 
 
@@ -64,7 +70,7 @@ def tuned(name: str, family: str = BASE, spread: float = 0.2) -> Any:
         warnings.simplefilter("ignore")  # advice about targets and biases
         base = type(reference(family))(reference(family).config)
         base.load_state_dict(reference(family).state_dict())
-        model = peft.get_peft_model(base, CONFIGS[name]())
+        model = peft.get_peft_model(base, (CONFIGS | SHARING)[name]())
     generator = torch.Generator().manual_seed(len(name))
     for parameter_name, parameter in model.named_parameters():
         if "magnitude" in parameter_name or "ia3_" in parameter_name:
@@ -74,12 +80,14 @@ def tuned(name: str, family: str = BASE, spread: float = 0.2) -> Any:
     return model.eval()
 
 
-def write_folders(root: Path, family: str = BASE, spread: float = 0.2) -> Path:
+def write_folders(
+    root: Path, family: str = BASE, spread: float = 0.2, names: Sequence[str] = tuple(CONFIGS)
+) -> Path:
     """`root/base` and `root/NAME` of every adapter."""
     save(family, root / "base")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that embeddings are saved too
-        for name in CONFIGS:
+        for name in names:
             tuned(name, family, spread).save_pretrained(root / name)
     return root
 

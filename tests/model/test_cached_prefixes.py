@@ -33,7 +33,8 @@ from loraplex.core.messages import RegisterAdapter, Submit
 from loraplex.identity.cache import KeyChain, cache_root
 from loraplex.identity.canonical import digest
 from loraplex.identity.closure import GRAPH_REVISION
-from loraplex.identity.execution import base_execution, execution_of, history_of
+from loraplex.identity.compatibility import adapter_function
+from loraplex.identity.execution import base_execution, history_of
 from loraplex.model.decoder import Decoder
 
 TIE = 1e-4
@@ -88,7 +89,7 @@ def executions(root: Path, model: Decoder) -> dict[str, str]:
     for name in CONFIGS:
         artifact = load_adapter(root / name, base_modules(model.spec), BaseWeights(model.spec, model.weights))
         modules = artifact_record(artifact, BASE).modules
-        out[name] = execution_of(BASE, digest(name), modules, model.spec.layers)
+        out[name] = adapter_function(BASE, digest(name), modules, model.spec.layers).kv
     return out
 
 

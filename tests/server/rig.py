@@ -43,6 +43,7 @@ from loraplex.core.messages import (
     TokenLogprobs,
     Tokens,
 )
+from loraplex.identity.compatibility import NOTHING_SHARED, Shared, Shares
 from loraplex.identity.digests import ALWAYS_ON, invocation_policy, semantic_abi
 from loraplex.process.client import RequestGroup
 from loraplex.server.app import create_app
@@ -209,6 +210,9 @@ class FakeSupervisor:
             raise CapacityError(ErrorCode.ENGINE_UNAVAILABLE, "the engine is restarting")
 
 
+ACTIVATED = Shares(Shared.BEFORE_INVOCATION, Shared.BEFORE_INVOCATION, Shared.BEFORE_INVOCATION, Shared.NEVER)
+
+
 async def prepare(source: str) -> PreparedAdapter:
     """Stands for reading an adapter: the folder's file `weights` is all that there is to it."""
     await asyncio.sleep(0)
@@ -233,7 +237,7 @@ async def prepare(source: str) -> PreparedAdapter:
         "4 of 4",
         RegisterAdapter(0, key, key, 2, ((8, 2),), (0, 2), 1000, invocation=tuple(tokens)),
         companions=read_companions(Path(source)),
-        shares_base_prefix=bool(tokens),
+        shares=ACTIVATED if tokens else NOTHING_SHARED,
         card=read_card(Path(source), activated=False) if card is None else Card(*card),
     )
 
@@ -305,6 +309,9 @@ class Front:
         return await self.http.post(
             "/v1/chat/completions", json={"model": BASE, "messages": messages, **body}
         )
+
+    async def respond(self, **body: Any) -> httpx.Response:
+        return await self.http.post("/v1/responses", json={"model": BASE, "input": "hello", **body})
 
     async def events(self, path: str, **body: Any) -> list[Any]:
         """Decoded events of a stream, without the closing [DONE]."""

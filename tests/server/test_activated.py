@@ -43,11 +43,16 @@ def test_what_is_registered_and_shown(tmp_path: Path) -> None:
         adapter = await judge(front, "[judge]")
         tokens = front.ids("[judge]")
         assert (adapter["invocation_tokens"], adapter["chat_suffix"]) == (tokens, "[judge]")
-        assert adapter["shares_base_prefix"] is True
+        assert adapter["shares"] == {
+            "kv": "before_invocation",
+            "hidden": "before_invocation",
+            "logits": "before_invocation",
+            "sampling": "never",
+        }
         (register,) = front.engine.of(RegisterAdapter)
         assert register.invocation == tuple(tokens)
         plain = await front.http.put("/v1/adapters/plain", json={"source": front.source("plain")})
-        assert (plain.json()["invocation_tokens"], plain.json()["shares_base_prefix"]) == ([], False)
+        assert (plain.json()["invocation_tokens"], plain.json()["shares"]["kv"]) == ([], "never")
         stored = front.adapters.catalog.current(front.adapters.target("judge", "default")).artifact
         assert stored.activation == invocation_policy(tokens)
 
@@ -88,6 +93,18 @@ def test_without_an_invocation_it_is_refused(tmp_path: Path) -> None:
             assert "'[judge]'" in answer.json()["error"]["message"]
         mixed = await front.complete(model="judge", prompt=["hello", "hello[judge]"])
         assert error_of(mixed) == (*MISSING, "prompt")
+        assert front.engine.of(Submit) == []
+
+    run(tmp_path, test)
+
+
+def test_embeddings_as_a_prompt_are_refused(tmp_path: Path) -> None:
+    async def test(front: Front) -> None:
+        await judge(front, "[judge]")
+        for given in ({"prompt_embeds": "AAAA"}, {"prompt": [[0.5, 0.25]]}, {"inputs_embeds": [[0.5]]}):
+            answer = await front.complete(**{"model": "judge", "prompt": "hello[judge]", **given})
+            assert answer.status_code == 400
+            assert error_of(answer)[2] == next(iter(given))
         assert front.engine.of(Submit) == []
 
     run(tmp_path, test)

@@ -20,7 +20,7 @@ FIELDS = {
     "tensors_applied",
     "tensors_total", "state", "tier_bytes", "leases", "pinned", "generation", "source", "notes", "text",
     "chat_suffix",
-    "invocation_tokens", "shares_base_prefix",
+    "invocation_tokens", "shares",
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.server import wire
 from loraplex.server.body_size import check_body
+from loraplex.server.responses_wire import ResponsesRequest
 from loraplex.server.wire import ChatRequest, CompletionRequest, PutAdapter, decode
 
 MANY = limits.MAX_BODY_BYTES - 4096
@@ -32,6 +33,7 @@ HOSTILE: list[tuple[bytes, Any, str]] = [
     (filled(b'{"model":"m","messages":[', b'{ \n"role":"user","content":""}', b"]}"), ChatRequest,
     "messages"),
     (filled(b'{"model":"m","messages":[{"role":"user","content":[', PART, b"]}]}"), ChatRequest, "messages"),
+    (filled(b'{"model":"m","input":[', b'{"role":"user","content":""}', b"]}"), ResponsesRequest, "input"),
     (filled(b'{"model":"m","messages":[],"tools":[', b"[]", b"]}"), ChatRequest, "tools"),
     (filled(b'{"model":"m","messages":[],"stop":[', b'"ab"', b"]}"), ChatRequest, "stop"),
     (filled(b'{"model":"m","prompt":[', b"[]", b"]}"), CompletionRequest, "prompt"),
@@ -153,3 +155,18 @@ def test_the_outline_knows_every_field() -> None:
         check_body(json.dumps({name: padding for name in names if name != "messages"}).encode(), kind)
         with pytest.raises(msgspec.ValidationError, match="other"):
             check_body(json.dumps({"other": padding}).encode(), kind)
+
+
+def test_what_a_client_repeats_of_an_answer_stays_bytes() -> None:
+    lists = b"[" + b",".join([b"[]"] * 100_000) + b"]"
+    said = b'{"role":"user","content":[{"type":"text","text":"a","cache_control":%b}],"parsed":%b}' % (
+        lists,
+        lists,
+    )
+    chat = decode(b'{"messages":[%b]}' % said, ChatRequest)
+    assert bytes(chat.messages[0].parsed) == lists  # type: ignore[call-overload]
+    part = b'{"type":"output_text","text":"a","logprobs":%b,"parsed":%b}' % (lists, lists)
+    again = decode(b'{"input":[{"role":"assistant","content":[%b]}]}' % part, ResponsesRequest)
+    assert isinstance(again.input, list)
+    assert isinstance(again.input[0].content, list)
+    assert bytes(again.input[0].content[0].parsed) == lists

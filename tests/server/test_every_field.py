@@ -15,7 +15,7 @@ import pytest
 from tests.server.rig import Front, run
 from tests.text.tools.tool_cases import HERMES_TEMPLATE
 
-from loraplex.server.neutral import NO_EFFECT, Unsupported
+from loraplex.core.neutral import NO_EFFECT, Unsupported
 from loraplex.server.openapi import BODIES
 from loraplex.server.wire import GenerationFields
 from loraplex.text.chat_template import ChatTemplate
@@ -30,6 +30,15 @@ TALK: list[dict[str, Any]] = [
     {"role": "user", "content": [{"type": "text", "text": "hello"}]},
     {"role": "assistant", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "c", "content": "noon"},
+]
+ITEM_SCHEMA = {"type": "json_schema", "name": "s", "schema": {"type": "integer"}}
+STREAMED = {"stream": True, "stream_options": {}, "include": ["message.output_text.logprobs"]}
+NAMED = {"type": "function", "name": "clock"}
+FLAT = {**NAMED, "strict": True}
+ITEMS: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+    {"type": "function_call", "call_id": "c", "name": "clock", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "noon"},
 ]
 
 
@@ -85,6 +94,8 @@ async def ask_for_everything(front: Front) -> None:
         ("POST", "/v1/completions", {"prompt": "hello", "structured_outputs": {"regex": "a"}}),
         ("POST", "/v1/chat/completions", {"messages": TALK, "tools": [TOOL], "logprobs": True}),
         ("POST", "/v1/chat/completions", {"messages": TALK, "tools": [TOOL], "tool_choice": TOOL}),
+        ("POST", "/v1/responses", {"input": "hello", "text": {"format": ITEM_SCHEMA}, **STREAMED}),
+        ("POST", "/v1/responses", {"input": ITEMS, "tools": [FLAT], "tool_choice": NAMED}),
         ("POST", "/tokenize", {"prompt": "hello"}),
         ("POST", "/tokenize", {"messages": TALK}),
         ("POST", "/detokenize", {"tokens": [1]}),

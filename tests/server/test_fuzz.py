@@ -20,6 +20,11 @@ pytestmark = pytest.mark.e2e
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", 1]}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "x"},
+]
 SEEDS: list[tuple[str, str, dict[str, Any]]] = [
     ("POST", "/v1/completions", {"model": "tiny", "prompt": "hello", "max_tokens": 4, "stop": ["a"], "n": 2,
     "seed": 1}),
@@ -31,6 +36,10 @@ SEEDS: list[tuple[str, str, dict[str, Any]]] = [
     "user": "u"}),
     ("POST", "/v1/chat/completions", {**CHAT, "stream": True, "stream_options": {"include_usage": True}}),
     ("POST", "/v1/chat/completions", {**CHAT, "max_tokens": 40, "response_format": FORMAT}),
+    ("POST", "/v1/responses", {"model": "tiny", "input": ITEMS, "max_output_tokens": 4,
+     "metadata": {"a": "b"}}),
+    ("POST", "/v1/responses", {"model": "one", "input": "h", "stream": True, "max_output_tokens": 4,
+     "text": {"format": {"type": "json_object"}}}),
     ("PUT", "/v1/adapters/one", {"source": "/nowhere", "expected_revision": 7}),
     ("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/etc"}),
     ("POST", "/v1/unload_lora_adapter", {"lora_name": "nobody"}),
@@ -111,7 +120,7 @@ def bodies(server: Target, count: int, seed: int) -> None:
 
 def test_bodies(server: Target) -> None:
     for data in RAW:
-        for path in ("/v1/completions", "/v1/chat/completions", "/v1/load_lora_adapter"):
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/load_lora_adapter"):
             answer = server.http.post(path, content=data, headers={"content-type": "application/json"})
             check_answer(answer.status_code, answer.headers["content-type"], answer.content)
     bodies(server, 300, seed=1)

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from tests.server.rig import BASE, Front, run
 
-from loraplex.server import chat_wire, structured_wire, wire
-from loraplex.server.neutral import NEUTRAL, Unsupported, refuse_unsupported
+from loraplex.core.neutral import NEUTRAL, Unread, Unsupported, refuse_unsupported
+from loraplex.server import responses_wire, structured_wire, wire
+from loraplex.text import conversation
 
 QUERIES = {"ListAdapters"}
 """Decoded from a query, which has no null."""
@@ -21,7 +22,7 @@ def structs() -> dict[str, type[msgspec.Struct]]:
     """Every wire type by its name."""
     return {
         f"{module.__name__.rpartition('.')[2]}.{name}": kind
-        for module in (wire, chat_wire, structured_wire)
+        for module in (wire, conversation, responses_wire, structured_wire)
         for name, kind in vars(module).items()
         if inspect.isclass(kind) and issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__
     }
@@ -38,7 +39,7 @@ def required(kind: Any) -> Any:
         )
         return tag | {field.encode_name: required(field.type) for field in fields if field.required}
     for part in (kind, *get_args(kind)):
-        for value in ("text", "function", "user", "x", [], {}, 1):
+        for value in ("text", "function", "user", "input_text", "x", [], {}, 1):
             try:
                 msgspec.convert(value, part)
             except (msgspec.ValidationError, TypeError):
@@ -62,7 +63,7 @@ def test_a_field_is_required_or_takes_null(name: str) -> None:
         value = msgspec.json.decode(body, type=kind)
         refuse_unsupported(value)
         default = msgspec.json.decode(msgspec.json.encode(least), type=kind)
-        if field.type is not Unsupported:
+        if field.type not in (Unsupported, Unread):
             assert getattr(value, field.name) == getattr(default, field.name), field.name
 
 
@@ -78,9 +79,13 @@ def test_the_table_of_values_names_fields_that_there_are() -> None:
 
 def test_bodies_full_of_nulls_are_answered(tmp_path: Path) -> None:
     async def test(front: Front) -> None:
-        for ask, kind in ((front.complete, wire.CompletionRequest), (front.chat, wire.ChatRequest)):
+        for ask, kind, limit in (
+            (front.complete, wire.CompletionRequest, "max_tokens"),
+            (front.chat, wire.ChatRequest, "max_tokens"),
+            (front.respond, responses_wire.ResponsesRequest, "max_output_tokens"),
+        ):
             nulls = {f.name: None for f in msgspec.structs.fields(kind) if not f.required}
-            response = await ask(**{**nulls, "model": BASE, "max_tokens": 3})
+            response = await ask(**{**nulls, "model": BASE, limit: 3})
             assert response.status_code == 200, response.text
             for name, values in NEUTRAL.items():
                 if name in nulls:

@@ -30,6 +30,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
+import msgspec
+
 from loraplex.adapters.adapter_catalog import AdapterCatalog, draft_of
 from loraplex.adapters.held import HeldAdapters
 from loraplex.adapters.prepare import PreparedAdapter
@@ -216,7 +218,7 @@ class Lifecycle:
     def as_read(self, revision: Revision) -> dict[str, Any]:
         """What only a revision's files tell, and whose text it uses, as the adapter's JSON says it.
 
-        shares_base_prefix: whether the base's prefixes serve it. Nothing is noted, and the last is None,
+        shares: what it has in common with the base. Nothing is noted, and the last is None,
         before its files were read here.
         """
         number, notes = self._notes.get(revision.alias_key, (0, ()))
@@ -228,7 +230,7 @@ class Lifecycle:
                 if number == revision.revision
             ],
             "text": self.texts.choice(revision.text).value,
-            "shares_base_prefix": None if prepared is None else prepared.shares_base_prefix,
+            "shares": None if prepared is None else msgspec.to_builtins(prepared.shares),
         }
 
     async def register(self, prepared: PreparedAdapter) -> None:

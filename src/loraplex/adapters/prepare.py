@@ -18,7 +18,7 @@ from pathlib import Path
 from loraplex.artifact.card import Card, read_card
 from loraplex.artifact.companions import NO_COMPANIONS, Companions
 from loraplex.artifact.convert import to_image
-from loraplex.artifact.identify import AdapterIdentity, execution_digest, identify, shares_base_prefix
+from loraplex.artifact.identify import AdapterIdentity, function_of, identify, shares_of
 from loraplex.artifact.notes import Note
 from loraplex.artifact.read_artifact import load_adapter, require_executable
 from loraplex.artifact.record import Artifact, Method
@@ -29,6 +29,7 @@ from loraplex.catalog.sources import LocalSource, parse_source
 from loraplex.core.layout import AdapterImage, ObjectDemand, object_demand
 from loraplex.core.messages import RegisterAdapter
 from loraplex.identity.activation import last_invocation
+from loraplex.identity.compatibility import NOTHING_SHARED, Shares
 from loraplex.images.disk_store import ImageStore
 from loraplex.text.codec import TextCodec, load_tokenizer
 
@@ -42,7 +43,7 @@ class PreparedAdapter:
 
     content: key of its files in the artifact store, None when they were read from a local folder. notes,
     companions, card: of these files; another folder with the same function may have others.
-    shares_base_prefix: whether KV rows that the base made serve it, all or those before its invocation.
+    shares: what it has in common with the base; nothing where nobody looked.
     """
 
     identity: AdapterIdentity
@@ -59,7 +60,7 @@ class PreparedAdapter:
     content: str | None = None
     notes: tuple[Note, ...] = ()
     companions: Companions = NO_COMPANIONS
-    shares_base_prefix: bool = False
+    shares: Shares = NOTHING_SHARED
     card: Card | None = None
 
 
@@ -83,7 +84,7 @@ def prepare_adapter(path: str | os.PathLike[str], base: BaseModel, store: ImageS
     if card is not None:
         check_card(card, artifact, codec)
     identity = identify(artifact, base.abi)
-    execution = execution_digest(artifact, identity, base.spec.layers)
+    function = function_of(artifact, identity, base.spec.layers)
     image = to_image(artifact, base.geometry, base.dtype, base.abi, tensors)
     store.put(image)
     return PreparedAdapter(
@@ -97,10 +98,10 @@ def prepare_adapter(path: str | os.PathLike[str], base: BaseModel, store: ImageS
         device_bytes=image.pages.nbytes,
         host_bytes=artifact.nbytes,
         report=artifact.report,
-        register=_register(artifact, image, object_demand(base.geometry, image.extents), execution),
+        register=_register(artifact, image, object_demand(base.geometry, image.extents), function.kv),
         notes=artifact.notes,
         companions=artifact.companions,
-        shares_base_prefix=shares_base_prefix(artifact, base.abi, execution),
+        shares=shares_of(artifact, identity, function),
         card=card,
     )
 

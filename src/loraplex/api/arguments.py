@@ -13,7 +13,6 @@ import operator
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
 
@@ -79,34 +78,6 @@ def _named(prompt: Any) -> Any:
             raise _refuse("prompts", "an object whose prompt is a text", prompt)
         return _text(prompt["prompt"])
     return _tokens(_plain(prompt["prompt_token_ids"]))
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages for the chat template."""
-
-    messages: Sequence[Mapping[str, Any]]
-
-
-def read_conversations(messages: Any) -> list[Conversation]:
-    """One conversation or several, each a list of messages. Raises `invalid_request`."""
-    many = messages if _is_list(messages) and messages and all(map(_is_list, messages)) else [messages]
-    for conversation in many:
-        if not _is_list(conversation) or not conversation or not all(map(_is_message, conversation)):
-            raise _refuse("messages", "lists of messages with a role and a text as content", conversation)
-    return [Conversation(conversation) for conversation in many]
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
-
-
-def _is_message(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("role"), str)
-        and isinstance(value.get("content"), str)
-    )
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:

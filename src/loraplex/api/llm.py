@@ -10,7 +10,7 @@ import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,12 +25,10 @@ from loraplex.adapters.plain_shell import PlainShell
 from loraplex.adapters.prepare import PreparedAdapter, prepare_source
 from loraplex.adapters.revision_texts import RevisionTexts
 from loraplex.api.arguments import (
-    Conversation,
     Prompt,
     check_tokens,
     engine_config,
     read_adapters,
-    read_conversations,
     read_count,
     read_model,
     read_names,
@@ -41,8 +39,11 @@ from loraplex.api.arguments import (
     read_sink,
     read_text,
 )
+from loraplex.api.conversations import Conversation, read_conversations, read_offer
+from loraplex.api.jobs import Job
 from loraplex.api.local_engine import LocalEngine, OpenSample, closed_error
-from loraplex.api.outputs import RequestOutput, output_of
+from loraplex.api.outputs import RequestOutput
+from loraplex.artifact.card import Card
 from loraplex.build.engine_build import build_engine
 from loraplex.catalog.artifacts import DEFAULT_STORE_BYTES, ArtifactStore, artifacts_folder
 from loraplex.catalog.changes import Mode, not_registered
@@ -55,34 +56,20 @@ from loraplex.images.disk_store import ImageStore
 from loraplex.process.clock import MonotonicClock
 from loraplex.process.local import LocalMailbox, run_now
 from loraplex.process.workdir import private_folder, temporary_root
-from loraplex.text.assembly import Piece, SampleAssembly, fewest_cached
+from loraplex.text.assembly import Piece, SampleAssembly
 from loraplex.text.codec import TextCodec, further_ends, load_tokenizer, sampled_ids
 from loraplex.text.engine_sampling import check_sampling, engine_sampling, prompt_seed, word_tokens
 from loraplex.text.prefix_keys import (
     NOT_INVOKED,
     Acting,
     CacheTerms,
-    PromptKeys,
     invocation_at,
     invocation_missing,
     prompt_keys,
 )
-from loraplex.text.structured import form_grammar
+from loraplex.text.tools.tool_use import ToolUse
 
 _Given = str | list[int] | Conversation
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """One prompt. revision: None for the base, also where it answers instead of an adapter that was not
-    invoked.
-    """
-
-    tokens: list[int]
-    revision: Revision | None
-    params: SamplingParams
-    keys: PromptKeys
-    codec: TextCodec | None
 
 
 class LLM:
@@ -311,10 +298,18 @@ class LLM:
         messages: Sequence[Any],
         adapters: str | Sequence[str | None] | None = None,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool = True,
     ) -> list[RequestOutput]:
-        """`generate` for one conversation or several, each a list of messages with `role` and `content`."""
+        """`generate` for one conversation or several, each a list of messages with `role` and `content`.
+
+        Messages, tools and the choice of them are what /v1/chat/completions takes.
+        """
         self._require_open()
-        return self._answered(read_conversations(messages), adapters, sampling)
+        offer = read_offer(tools, tool_choice, parallel_tool_calls)
+        return self._answered(read_conversations(messages, offer), adapters, sampling)
 
     def stream(
         self, prompt: Prompt, adapter: str | None = None, sampling: SamplingParams | None = None
@@ -326,7 +321,7 @@ class LLM:
         [job] = self._jobs(read_prompts(prompt), adapter, sampling)
         samples = self._asked(job)
         for _ in engine.growing(samples):
-            yield _output(job, samples)
+            yield job.output(samples)
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The base's tokenizer, of the library `tokenizers`; None where the model folder has none."""
@@ -337,19 +332,19 @@ class LLM:
         jobs = self._jobs(many, adapters, sampling)
         asked = [self._asked(job) for job in jobs]
         self._opened().answer([sample for samples in asked for sample in samples])
-        return [_output(job, samples) for job, samples in zip(jobs, asked, strict=True)]
+        return [job.output(samples) for job, samples in zip(jobs, asked, strict=True)]
 
-    def _jobs(self, many: Sequence[_Given], adapters: Any, sampling: Any) -> list[_Job]:
+    def _jobs(self, many: Sequence[_Given], adapters: Any, sampling: Any) -> list[Job]:
         names, params = read_names(adapters, len(many)), read_sampling(sampling, len(many))
         return [
             self._job(prompt, name, param) for prompt, name, param in zip(many, names, params, strict=True)
         ]
 
-    def _job(self, prompt: _Given, name: str | None, params: SamplingParams) -> _Job:
+    def _job(self, prompt: _Given, name: str | None, params: SamplingParams) -> Job:
         revision = self._catalog.resolve(name) if name is not None else None
         codec = self._codec_of(revision)
         card = None if revision is None else revision.card
-        tokens = self._encoded(prompt, codec, None if card is None else card.chat_suffix)
+        tokens, tools = self._encoded(prompt, codec, card)
         acting, invoked_at = None, NOT_INVOKED
         if revision is not None:
             acting = self._acting(revision)
@@ -362,22 +357,24 @@ class LLM:
             else:
                 invoked_at = found
         keys = prompt_keys(tokens, acting, invoked_at, self._terms, DEFAULT_NAMESPACE)
-        return _Job(tokens, revision, params, keys, codec)
+        return Job(tokens, revision, params, keys, codec, tools)
 
-    def _encoded(self, prompt: _Given, codec: TextCodec | None, suffix: str | None) -> list[int]:
-        if isinstance(prompt, (str, Conversation)):
-            if codec is None:
-                raise CallerError(
-                    ErrorCode.TOKENIZER_MISSING, "the model folder has no tokenizer; give token ids"
-                )
-            return (
-                codec.encode(prompt)
-                if isinstance(prompt, str)
-                else codec.chat(prompt.messages, suffix=suffix)
+    def _encoded(
+        self, prompt: _Given, codec: TextCodec | None, card: Card | None
+    ) -> tuple[list[int], ToolUse | None]:
+        """A prompt's tokens, and what its answer may call."""
+        if not isinstance(prompt, (str, Conversation)):
+            check_tokens(prompt, self.vocab_size)
+            return list(prompt), None
+        if codec is None:
+            raise CallerError(
+                ErrorCode.TOKENIZER_MISSING, "the model folder has no tokenizer; give token ids"
             )
-        tokens = list(prompt)
-        check_tokens(tokens, self.vocab_size)
-        return tokens
+        if isinstance(prompt, str):
+            return codec.encode(prompt), None
+        form, suffix = (None, None) if card is None else (card.tool_format, card.chat_suffix)
+        tools = prompt.offer.use(codec.template(), form)
+        return codec.chat(prompt.messages, tools, suffix), tools
 
     def _acting(self, revision: Revision) -> Acting:
         prepared = self._adapters.held.known.get(revision.key)
@@ -394,15 +391,14 @@ class LLM:
             raise not_registered(revision.alias)
         return text.codec()
 
-    def _asked(self, job: _Job) -> list[OpenSample]:
+    def _asked(self, job: Job) -> list[OpenSample]:
         """The samples of one prompt, as the engine is asked for them."""
         tokens, params, codec = job.tokens, job.params, job.codec
         check_sampling(params, codec)
         own = further_ends(codec, self._codec)
         ends = {*self._eos_token_ids, *own}
         sampled = sampled_ids(codec, self._codec)
-        form = params.structured_outputs
-        grammar = None if form is None else form_grammar(form)
+        grammar = job.grammar(self._codec)
         words = word_tokens(params, codec)
         seed, prompt = prompt_seed(params), np.array(tokens, dtype="<i4").tobytes()
         limit_ms = params.ttft_deadline_ms
@@ -423,19 +419,9 @@ class LLM:
                 block_keys=job.keys.block_keys,
                 invoked_at=job.keys.invoked_at,
             )
-            assembly = SampleAssembly(index, codec, params, tokens)
+            assembly = SampleAssembly(index, codec, params, tokens, job.tools)
             samples.append(OpenSample(submit, assembly, Piece(index)))
         return samples
-
-
-def _output(job: _Job, samples: Sequence[OpenSample]) -> RequestOutput:
-    return output_of(
-        job.tokens,
-        job.revision.name if job.revision is not None else None,
-        job.params,
-        [sample.answer for sample in samples],
-        fewest_cached(sample.assembly for sample in samples),
-    )
 
 
 def _alias_key(alias: str) -> AliasKey:

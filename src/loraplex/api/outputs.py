@@ -7,18 +7,20 @@ from dataclasses import dataclass, field
 from loraplex.core.messages import TokenLogprobs
 from loraplex.core.request import SamplingParams
 from loraplex.text.assembly import Piece
+from loraplex.text.tools.tool_types import ToolCall, joined
 
 
 @dataclass(slots=True)
 class Sample:
     """One completion. logprobs[i]: token id -> log probability for the i-th token, the sampled one always in
-    it.
+    it. tool_calls: what the answer calls, which is no part of its text.
     """
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[dict[int, float]] | None = None
     finish_reason: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -56,6 +58,11 @@ class RequestOutput:
         """Why the first sample ended."""
         return self.samples[0].finish_reason
 
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """What the first sample calls, in order."""
+        return self.samples[0].tool_calls
+
 
 def output_of(
     prompt: list[int],
@@ -71,6 +78,7 @@ def output_of(
             piece.text,
             None if params.logprobs is None else list(map(_by_token, piece.logprobs)),
             piece.finish_reason,
+            joined(piece.calls),
         )
         for piece in answers
     ]

@@ -11,6 +11,7 @@ from typing import Final
 from loraplex.artifact.base_modules import BaseModules
 from loraplex.artifact.record import AdaptedModule, Artifact, TensorRole
 from loraplex.identity.canonical import digest
+from loraplex.identity.compatibility import Function, Shares, adapter_function, shares_with_base
 from loraplex.identity.digests import (
     ALWAYS_ON,
     ArtifactIdentity,
@@ -19,7 +20,6 @@ from loraplex.identity.digests import (
     invocation_policy,
     semantic_abi,
 )
-from loraplex.identity.execution import base_execution, execution_of
 
 _AXES: Final[dict[TensorRole, tuple[str, ...]]] = {
     TensorRole.A: ("rank", "input"),
@@ -67,16 +67,16 @@ def identify(artifact: Artifact, base_abi: str) -> AdapterIdentity:
     return AdapterIdentity(base_abi, content, semantic_abi(base_abi, content, policy), policy)
 
 
-def execution_digest(artifact: Artifact, identity: AdapterIdentity, layers: int) -> str:
-    """E where the artifact acts: the base's, where nothing of it can change a KV row (0x08B). layers: of the
-    base.
+def function_of(artifact: Artifact, identity: AdapterIdentity, layers: int) -> Function:
+    """What the artifact is where it acts, as far as KV rows, hidden states and logits can tell (0x08B).
+    layers: of the base.
     """
-    return execution_of(identity.base, identity.semantic, map(_spec, artifact.modules), layers)
+    return adapter_function(identity.base, identity.semantic, map(_spec, artifact.modules), layers)
 
 
-def shares_base_prefix(artifact: Artifact, base_abi: str, execution: str) -> bool:
-    """Whether rows that the base made serve it too: all of them, or those before its invocation."""
-    return artifact.invocation_tokens is not None or execution == base_execution(base_abi)
+def shares_of(artifact: Artifact, identity: AdapterIdentity, function: Function) -> Shares:
+    """What it has in common with the base."""
+    return shares_with_base(function, identity.base, activated=artifact.invocation_tokens is not None)
 
 
 def _spec(module: AdaptedModule) -> ModuleSpec:

@@ -9,22 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from loraplex.artifact.artifact_manifest import manifest_of
 from loraplex.artifact.base_modules import BaseModules, BaseTensors
 from loraplex.artifact.convert import to_image
-from loraplex.artifact.identify import execution_digest, identify, shares_base_prefix
+from loraplex.artifact.identify import function_of, identify, shares_of
 from loraplex.artifact.read_artifact import require_executable
 from loraplex.artifact.record import AdaptedModule, Artifact, Method
 from loraplex.artifact.source import weight_files
 from loraplex.artifact.tensors import Dtype
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.layout import PageGeometry, block_bytes, object_demand
+from loraplex.identity.compatibility import Shared, Shares
 from loraplex.identity.digests import BaseAbi
 from loraplex.identity.manifest import AdapterManifest, check_adapter_manifest, decode_manifest
+
+_WHERE: Final = {
+    Shared.ALWAYS: "always",
+    Shared.BEFORE_INVOCATION: "before the invocation",
+    Shared.NEVER: "never",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +40,8 @@ class Verification:
 
     pages: where it has no slab page to share. size_class: of the block that it takes, 0 for whole pages.
     file_bytes: on disk. factor_bytes: elements in the served type, without page tails. host_bytes,
-    device_bytes: what the host store and the pool hold: pages, or a block. shares_base_prefix: see
-    `identify.shares_base_prefix`.
+    device_bytes: what the host store and the pool hold: pages, or a block. shares: what it has in common with
+    the base.
     """
 
     artifact: Artifact
@@ -44,7 +51,7 @@ class Verification:
     file_bytes: int
     factor_bytes: int
     size_class: int
-    shares_base_prefix: bool
+    shares: Shares
 
     @property
     def host_bytes(self) -> int:
@@ -69,7 +76,7 @@ class Verification:
             "report": artifact.report,
             "notes": [{"kind": note.kind.value, "message": note.message} for note in artifact.notes],
             "invocation_tokens": list(artifact.invocation_tokens or ()),
-            "shares_base_prefix": self.shares_base_prefix,
+            "shares": msgspec.to_builtins(self.shares),
             "base_digest": manifest.base_sha256,
             "artifact_digest": manifest.artifact_sha256,
             "semantic_digest": manifest.semantic_sha256,
@@ -105,14 +112,16 @@ class Verification:
             f"bytes     file {self.file_bytes}, factors {self.factor_bytes}",
             f"          host {self.host_bytes}, device {self.device_bytes}",
             f"pages     {self.pages} of {self.page_bytes} bytes{self._shared()}",
-            f"prefix    {self._prefix()}",
+            f"shares    {self._with_base()}",
         ]
 
-    def _prefix(self) -> str:
-        tokens = self.artifact.invocation_tokens
-        if tokens is not None:
-            return f"shares the base's before its invocation, token ids {list(tokens)}"
-        return "shares the base's" if self.shares_base_prefix else "shares none of the base's"
+    def _with_base(self) -> str:
+        shares, tokens = self.shares, self.artifact.invocation_tokens
+        said = (
+            f"KV rows {_WHERE[shares.kv]}, hidden states {_WHERE[shares.hidden]}, logits "
+            f"{_WHERE[shares.logits]}, continuations {_WHERE[shares.sampling]}"
+        )
+        return said if tokens is None else f"{said}; invoked by token ids {list(tokens)}"
 
     def _shared(self) -> str:
         if not self.size_class:
@@ -142,7 +151,7 @@ def verify_artifact(
     demand = object_demand(geometry, image.extents)
     manifest = manifest_of(artifact, base_abi, geometry, dtype)
     check_adapter_manifest(manifest)
-    execution = execution_digest(artifact, identify(artifact, base_abi.digest), base.layers)
+    identity = identify(artifact, base_abi.digest)
     return Verification(
         artifact=artifact,
         manifest=manifest,
@@ -151,7 +160,7 @@ def verify_artifact(
         size_class=demand.size_class,
         file_bytes=sum(file.stat().st_size for file in weight_files(folder)),
         factor_bytes=manifest.ledger.shard_bytes[0],
-        shares_base_prefix=shares_base_prefix(artifact, base_abi.digest, execution),
+        shares=shares_of(artifact, identity, function_of(artifact, identity, base.layers)),
     )
 
 

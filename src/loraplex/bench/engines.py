@@ -169,8 +169,17 @@ class Vllm:
         dtype: str,
         requests: int,
         positions: int,
+        *,
+        cached: bool = False,
     ) -> None:
-        common = {"model": str(model), "dtype": dtype, "requests": requests, "positions": positions}
+        """requests: that run at once. positions: of the longest. cached: whether it reuses prefixes."""
+        common = {
+            "model": str(model),
+            "dtype": dtype,
+            "requests": requests,
+            "positions": positions,
+            "cached": cached,
+        }
         self._children: list[BlockingChild] = []
         try:
             self._start(python, {**common, "adapters": [], "max_rank": 0})
@@ -185,9 +194,12 @@ class Vllm:
     def generate(self, work: RequestBatch) -> int:
         """See `Engine.generate`."""
         tuned = any(index is not None for index in work.adapters)
-        child = self._children[-1 if tuned else 0]
         wanted = {"prompts": work.prompts, "adapters": work.adapters, "new_tokens": work.new_tokens}
-        return int(self._ask(child, wanted)["tokens"])
+        return int(self.ask(wanted, tuned=tuned)["tokens"])
+
+    def ask(self, wanted: dict[str, Any], *, tuned: bool) -> dict[str, Any]:
+        """What the process answers to an order. tuned: the one with adapters, else the one without."""
+        return self._ask(self._children[-1 if tuned else 0], wanted)
 
     def cpu_seconds(self) -> float:
         """See `Engine.cpu_seconds`."""

@@ -18,8 +18,17 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 """In the order of `LAYER_MODULES`."""
 
 
-def write_config(folder: Path, rank: int, alpha: float, modules: Sequence[Module] = LAYER_MODULES) -> None:
-    """The configuration of a LoRA of `rank` on these modules of all layers, in a folder that is made."""
+def write_config(
+    folder: Path,
+    rank: int,
+    alpha: float,
+    modules: Sequence[Module] = LAYER_MODULES,
+    invocation: Sequence[int] = (),
+) -> None:
+    """The configuration of a LoRA of `rank` on these modules of all layers, in a folder that is made.
+
+    invocation: token ids that activate it; none for one that is always on.
+    """
     folder.mkdir(parents=True)
     targets = [TARGETS[LAYER_MODULES.index(module)] for module in modules]
     config = {
@@ -27,16 +36,23 @@ def write_config(folder: Path, rank: int, alpha: float, modules: Sequence[Module
         "target_modules": targets,
         "bias": "none", "lora_dropout": 0.0, "base_model_name_or_path": None, "inference_mode": True,
     }  # fmt: skip
+    if invocation:
+        config["alora_invocation_tokens"] = list(invocation)
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def write_adapter(
-    folder: Path, spec: DecoderSpec, rank: int, seed: int, modules: Sequence[Module] = LAYER_MODULES
+    folder: Path,
+    spec: DecoderSpec,
+    rank: int,
+    seed: int,
+    modules: Sequence[Module] = LAYER_MODULES,
+    invocation: Sequence[int] = (),
 ) -> Path:
     """A LoRA of `rank` on these modules of every layer, bfloat16, as PEFT would write it; returns
-    the folder.
+    the folder. invocation: as in `write_config`.
     """
-    write_config(folder, rank, 2 * rank, modules)
+    write_config(folder, rank, 2 * rank, modules, invocation)
     generator = torch.Generator().manual_seed(seed)
     dims = spec.module_dims().dims
     tensors = {}

@@ -90,6 +90,18 @@ def block_key(parent: bytes, execution: bytes, acts_from: int, tokens: bytes) ->
     return hashlib.sha256(parent + execution + acts_from.to_bytes(TOKEN_BYTES, "little") + tokens).digest()
 
 
+def _keys_under(execution: bytes, parent: bytes, tokens: bytes, offset: int, size: int) -> list[bytes]:
+    """`block_key` of all full blocks of `tokens` from `offset` on, in which one execution acts throughout.
+
+    A prompt has thousands of blocks, and each of its keys is made twice: by its client, and by the engine.
+    """
+    keys, acting, sha256 = [], execution + bytes(TOKEN_BYTES), hashlib.sha256
+    for at in range(offset, len(tokens) - size + 1, size):
+        parent = sha256(parent + acting + tokens[at : at + size]).digest()
+        keys.append(parent)
+    return keys
+
+
 class KeyChain:
     """Makes the keys of one request's full blocks, in order; what a client begins, the engine continues.
 
@@ -116,12 +128,18 @@ class KeyChain:
         out.
         """
         size = self.page_tokens * TOKEN_BYTES
-        keys = []
-        for offset in range(0, len(tokens) - size + 1, size):
+        keys: list[bytes] = []
+        offset, end = 0, len(tokens) - size + 1
+        while offset < end and self.position < self._history[-1].start:
             execution, acts_from = self.acting(self.position)
-            self.parent = block_key(self.parent, execution, acts_from, tokens[offset : offset + size])
+            keys.append(block_key(self.parent, execution, acts_from, tokens[offset : offset + size]))
+            self.parent = keys[-1]
             self.position += self.page_tokens
-            keys.append(self.parent)
+            offset += size
+        if offset < end:
+            keys += _keys_under(self._executions[-1], self.parent, tokens, offset, size)
+            self.parent = keys[-1]
+            self.position += (len(tokens) - offset) // size * self.page_tokens
         return keys
 
     def acting(self, position: int) -> tuple[bytes, int]:

@@ -128,5 +128,19 @@ def first_reach(nodes: Iterable[Node], layers: int) -> Reach | None:
 
 def changes_kv(nodes: Iterable[Node], layers: int) -> bool:
     """Whether a change of `nodes` can change any KV row."""
+    return _reaches(nodes, layers, Reach.LATER_LAYERS)
+
+
+def changes_hidden(nodes: Iterable[Node], layers: int) -> bool:
+    """Whether a change of `nodes` can change a final hidden state."""
+    return _reaches(nodes, layers, Reach.HIDDEN)
+
+
+def changes_logits(nodes: Iterable[Node], layers: int) -> bool:
+    """Whether a change of `nodes` can change a logit."""
+    return _reaches(nodes, layers, Reach.LOGITS)
+
+
+def _reaches(nodes: Iterable[Node], layers: int, last: Reach) -> bool:
     first = first_reach(nodes, layers)
-    return first is not None and first <= Reach.LATER_LAYERS
+    return first is not None and first <= last

@@ -2,24 +2,22 @@
 digest.
 
 An execution says what acts over a run of positions as far as KV rows can tell: the base, or the base with one
-adapter. An adapter whose parts all lie outside the cache-ancestor closure executes as the base. An activated
-adapter executes as the base before its invocation and as itself from the first invocation token on. Which
-slot, page or request holds a row is never part of it.
+adapter. An adapter whose parts all lie outside the cache-ancestor closure executes as the base
+(`identity/compatibility.py`). An activated adapter executes as the base before its invocation and as itself
+from the first invocation token on. Which slot, page or request holds a row is never part of it.
 
 Specification: 0x08E, 0x08H; rulings "Identity", "KV compatibility".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import pairwise
 from typing import Final
 
 import msgspec
 
 from loraplex.identity.canonical import check_digest, digest
-from loraplex.identity.closure import changes_kv, nodes_of
-from loraplex.identity.digests import ModuleSpec, invalid
+from loraplex.identity.digests import invalid
 
 MAX_INTERVALS: Final = 2
 """A request begins under one execution and changes it at most once, where an activated adapter is invoked."""
@@ -45,16 +43,6 @@ def base_execution(base: str) -> str:
 def adapter_execution(semantic: str) -> str:
     """E of positions at which an adapter acts that can change KV rows."""
     return digest({"execution": "adapter", "adapter_semantic_sha256": check_digest("semantic", semantic)})
-
-
-def execution_of(base: str, semantic: str, modules: Iterable[ModuleSpec], layers: int) -> str:
-    """E where the adapter `semantic` acts: the base's if none of its modules can change a KV row (0x08B).
-
-    modules: what the adapter changes. layers: decoder layers of the base.
-    """
-    if changes_kv(nodes_of(modules), layers):
-        return adapter_execution(semantic)
-    return base_execution(base)
 
 
 def history_of(base: str, execution: str | None, invoked_at: int | None = None) -> History:

@@ -18,6 +18,7 @@ from loraplex.identity.activation import last_invocation
 from loraplex.identity.binding import RequestBinding, SlotBinding
 from loraplex.identity.cache import CacheAbi, cache_root, prefix_identity
 from loraplex.identity.closure import GRAPH_REVISION
+from loraplex.identity.compatibility import adapter_function
 from loraplex.identity.digests import (
     ALWAYS_ON,
     ArtifactIdentity,
@@ -26,7 +27,7 @@ from loraplex.identity.digests import (
     invocation_policy,
     semantic_abi,
 )
-from loraplex.identity.execution import History, execution_of, history_of
+from loraplex.identity.execution import History, history_of
 from loraplex.identity.generations import decode as decode_generations
 from loraplex.identity.kernel import KernelAbi, check_shards
 from loraplex.identity.launch_snapshot import LaunchOwners, LaunchRow, validate_launch
@@ -218,10 +219,10 @@ def request_history(manifest: RuntimeManifest) -> History:
             raise invalid(f"invoked_at is {manifest.invoked_at}, the prompt's last invocation is at {found}")
     if manifest.graph_revision != GRAPH_REVISION:
         raise invalid(f"graph_revision is {manifest.graph_revision}, expected {GRAPH_REVISION}")
-    execution = execution_of(
+    function = adapter_function(
         adapter.base_sha256, adapter.semantic_sha256, adapter.artifact.modules, manifest.cache.layers
     )
-    return history_of(adapter.base_sha256, execution, manifest.invoked_at)
+    return history_of(adapter.base_sha256, function.kv, manifest.invoked_at)
 
 
 def prefix_of(manifest: RuntimeManifest) -> str:

@@ -185,7 +185,8 @@ class PrefixIndex:
                 gone.append(block)
             else:
                 self.unreferenced += 1
-                self._offer(block)
+                if not block.children:
+                    self._offer(block)
         return gone
 
     def oldest(self) -> CachedBlock | None:
@@ -274,8 +275,6 @@ class PrefixIndex:
 
     def _offer(self, block: CachedBlock) -> None:
         """An unreferenced block without children may go; later ones of a chain before earlier ones."""
-        if block.children:
-            return
         heapq.heappush(self._leaves, _leaf(block))
         if len(self._leaves) > _STALE_FACTOR * len(self._blocks) + 64:
             self._leaves = [_leaf(b) for b in self._blocks.values() if self._is_leaf(b)]

@@ -23,7 +23,7 @@ from loraplex.server.service import Service
 
 _access: Final = logging.getLogger("loraplex.access")
 _NS: Final = 1e9
-GENERATING: Final = ("/v1/completions", "/v1/chat/completions")
+GENERATING: Final = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 PROBES: Final = ("/health", "/ready", "/metrics")
 """Asked every few seconds by machines; their lines would bury those of requests."""
 
@@ -53,11 +53,12 @@ def account(
 ) -> None:
     """Count a request that is over, and write its line and its record."""
     now, generation = service.clock.now_ns(), facts.generation
+    path = exchange.path.removesuffix("/")
     first_s = None
     if generation is not None and generation.first_token_ns:
         first_s = (generation.first_token_ns - begun_ns) / _NS
-    if exchange.path in GENERATING:
-        metrics.requests.labels(exchange.path.removeprefix("/v1/").replace("/", "_"), facts.outcome).inc()
+    if path in GENERATING:
+        metrics.requests.labels(path.removeprefix("/v1/").replace("/", "_"), facts.outcome).inc()
         metrics.duration.observe((now - begun_ns) / _NS)
         if generation is not None:
             metrics.prompt_tokens.inc(generation.prompt_tokens)
@@ -66,7 +67,7 @@ def account(
         if first_s is not None:
             metrics.ttft.observe(first_s)
     _access.log(
-        logging.DEBUG if exchange.path in PROBES else logging.INFO,
+        logging.DEBUG if path in PROBES else logging.INFO,
         "request",
         extra=fields(
             request_id=exchange.request_id,

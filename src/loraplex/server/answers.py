@@ -187,6 +187,7 @@ def event(value: Any) -> bytes:
 
 
 DONE: Final = b"data: [DONE]\n\n"
+"""Ends a stream of chunks."""
 
 
 def error_body(error: LoraplexError) -> dict[str, Any]:
@@ -201,6 +202,11 @@ def error_body(error: LoraplexError) -> dict[str, Any]:
             "code": error.code.value,
         }
     }
+
+
+def failure(error: LoraplexError) -> bytes:
+    """The end of a stream of chunks that an error cuts off."""
+    return event(error_body(error)) + DONE
 
 
 def _cut(text: str, most: int) -> str:

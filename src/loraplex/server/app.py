@@ -9,7 +9,7 @@ Specification: interface "HTTP".
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,12 +18,13 @@ from loraplex.process.logs import fields
 from loraplex.server import probes
 from loraplex.server.access import Facts, account
 from loraplex.server.administration import endpoints
-from loraplex.server.answers import DONE, error_body, event
+from loraplex.server.answers import failure
 from loraplex.server.auth import NOBODY, KeyFile
 from loraplex.server.exchange import Disconnected, Exchange
 from loraplex.server.generation import tokenizing
 from loraplex.server.generation.chat import chat_completions
 from loraplex.server.generation.completions import completions
+from loraplex.server.generation.responses import responses
 from loraplex.server.listen import AsgiApp, Receive, Send
 from loraplex.server.openapi import BODIES, openapi
 from loraplex.server.routing import Call, Handler, Site
@@ -62,6 +63,7 @@ async def _describe(call: Call) -> None:
 ROUTES: Final = (
     Route("POST", "/v1/completions", completions),
     Route("POST", "/v1/chat/completions", chat_completions),
+    Route("POST", "/v1/responses", responses),
     Route("POST", "/tokenize", tokenizing.tokenize),
     Route("POST", "/detokenize", tokenizing.detokenize),
     Route("GET", "/v1/models", endpoints.list_models),
@@ -89,9 +91,9 @@ ROUTES: Final = (
 )
 
 
-NOT_SERVED: Final = {
+NOT_SERVED: Final[Mapping[str, str]] = {
     "/v1/embeddings": "embeddings are not served here; ask a server of an embedding model",
-    "/v1/responses": "responses are not served here; use /v1/chat/completions",
+    "/v1/responses": "responses are not stored here; an answer is in the reply to POST /v1/responses alone",
 }
 
 
@@ -117,7 +119,7 @@ def find_route(exchange: Exchange) -> tuple[Route, str]:
     if not found:
         raise CallerError(
             ErrorCode.NOT_FOUND,
-            NOT_SERVED.get(exchange.path.rstrip("/"), f"{exchange.path} is not served; see /openapi.json"),
+            _not_served(exchange.path),
         )
     if exchange.method not in found:
         methods = ", ".join(sorted({*found, "OPTIONS"}))
@@ -129,6 +131,12 @@ def find_route(exchange: Exchange) -> tuple[Route, str]:
             ErrorCode.METHOD_NOT_ALLOWED, f"{exchange.path} is called with {methods}, not {exchange.method}"
         )
     return found[exchange.method]
+
+
+def _not_served(path: str) -> str:
+    """Why a path is none, where that is known of it or of what lies above it."""
+    known = (reason for above, reason in NOT_SERVED.items() if f"{path}/".startswith(f"{above}/"))
+    return next(known, f"{path} is not served; see /openapi.json")
 
 
 async def _options(call: Call) -> None:
@@ -213,5 +221,5 @@ async def _report(exchange: Exchange, error: LoraplexError) -> None:
     if not exchange.started:
         await exchange.refuse(error)
         return
-    await exchange.write(event(error_body(error)) + DONE)
+    await exchange.write(failure(error))
     await exchange.end()

@@ -44,8 +44,8 @@ def check_body(body: bytes, kind: type[msgspec.Struct]) -> None:
         if raw is UNSET:
             continue
         match name:
-            case "messages":
-                _check_messages(bytes(raw))
+            case "messages" | "input":
+                _check_messages(name, bytes(raw))
             case "prompt" | "tokens":
                 _check_prompt(bytes(raw))
             case _:
@@ -53,12 +53,12 @@ def check_body(body: bytes, kind: type[msgspec.Struct]) -> None:
                     raise _too_much(name, len(raw), "bytes", limits.MAX_FIELD_BYTES)
 
 
-def _check_messages(raw: bytes) -> None:
+def _check_messages(name: str, raw: bytes) -> None:
     """Each object may hold two texts that end in what looks like the beginning of another."""
     most = limits.MAX_MESSAGES + limits.MAX_CONTENT_PARTS
     for count, _ in enumerate(_OBJECT.finditer(raw), 1):
         if count > 3 * most:
-            raise _too_much("messages", f"more than {most}", "messages and parts", most)
+            raise _too_much(name, f"more than {most}", "messages and parts", most)
 
 
 def _check_prompt(raw: bytes) -> None:

@@ -8,6 +8,8 @@ import msgspec
 
 from loraplex import __version__
 from loraplex.server.answers import ChatCompletion, Completion
+from loraplex.server.response_answers import Response
+from loraplex.server.responses_wire import ResponsesRequest
 from loraplex.server.wire import (
     ChatRequest,
     CompletionRequest,
@@ -22,6 +24,7 @@ from loraplex.server.wire import (
 BODIES: Final[dict[tuple[str, str], Any]] = {
     ("POST", "/v1/completions"): CompletionRequest,
     ("POST", "/v1/chat/completions"): ChatRequest,
+    ("POST", "/v1/responses"): ResponsesRequest,
     ("POST", "/tokenize"): TokenizeRequest,
     ("POST", "/detokenize"): DetokenizeRequest,
     ("POST", "/v1/load_lora_adapter"): LoadLoraAdapter,
@@ -33,6 +36,7 @@ BODIES: Final[dict[tuple[str, str], Any]] = {
 _ANSWERS: dict[tuple[str, str], Any] = {
     ("POST", "/v1/completions"): Completion,
     ("POST", "/v1/chat/completions"): ChatCompletion,
+    ("POST", "/v1/responses"): Response,
 }
 _ERROR: dict[str, Any] = {
     "type": "object",

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.neutral import ABSENT, Unsupported
 from loraplex.core.request import AnswerForm
-from loraplex.server.neutral import ABSENT, Unsupported
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

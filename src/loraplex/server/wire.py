@@ -17,10 +17,10 @@ import msgspec
 from loraplex.catalog.records import TextWord
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.core.limits import DEFAULT_LISTED, MAX_LISTED
+from loraplex.core.neutral import ABSENT, NO_EFFECT, Unsupported, refuse_unsupported
 from loraplex.server.body_size import check_body
-from loraplex.server.chat_wire import ChatMessage, FunctionTool, Role, ToolChoiceField, check_messages
-from loraplex.server.neutral import ABSENT, NO_EFFECT, Unsupported, refuse_unsupported
 from loraplex.server.structured_wire import StructuredOutputs
+from loraplex.text.conversation import ChatMessage, FunctionTool, Role, ToolChoiceField, check_messages
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -37,10 +37,13 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     continuous_usage_stats: bool | None = None
 
 
+SchemaName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$"), NO_EFFECT]
+
+
 class SchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A named JSON schema. strict: every schema is enforced, whatever it says."""
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$"), NO_EFFECT]
+    name: SchemaName
     schema: dict[str, Any] | bool
     description: Annotated[str | None, NO_EFFECT] = None
     strict: Annotated[bool | None, NO_EFFECT] = None
@@ -274,11 +277,14 @@ _MISSING: Final = re.compile(r"missing required field `([^`]*)`")
 _AT: Final = re.compile(r"at `\$\.?([^`]*)`")
 
 
-_CONTENT: Final = re.compile(r"content\[\d+\]")
+_PLACE: Final = re.compile(r"(content|input|output)\[\d+\]")
 _VALUE: Final = re.compile(r"Invalid (?:enum )?value '([^']*)'")
 _CHOICES: Final = {
     "role": get_args(Role),
-    "response_format.type": ("text", "json_object", "json_schema"),
+    "format.type": ("text", "json_object", "json_schema"),
+    "input[...].content[...].type": ("input_text", "output_text"),
+    "input[...].output[...].type": ("input_text",),
+    "input[...].type": ("message", "function_call", "function_call_output", "reasoning"),
     "content[...].type": ("text",),
     "tool_choice": ("none", "auto", "required"),
     "type": ("function",),
@@ -288,8 +294,7 @@ _CHOICES: Final = {
 
 def _explained(message: str, param: str | None) -> str:
     """The decoder's message, with what would have been accepted."""
-    path = param or ""
-    path = _CONTENT.sub("content[...]", path)
+    path = _PLACE.sub(r"\1[...]", param or "")
     choices = next((words for end, words in _CHOICES.items() if path.endswith(end)), ())
     found = _VALUE.search(message)
     if found is None or not choices:

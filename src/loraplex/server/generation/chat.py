@@ -12,10 +12,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from loraplex.core import limits
-from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.messages import TokenLogprobs
 from loraplex.core.request import SamplingParams
 from loraplex.server.answers import (
+    DONE,
     AssistantMessage,
     CalledFunction,
     CallPart,
@@ -25,8 +26,8 @@ from loraplex.server.answers import (
     ChatLogprobs,
     PromptLogprobs,
     event,
+    failure,
 )
-from loraplex.server.chat_wire import read_choice, read_tools, template_messages, texts_of
 from loraplex.server.generation.generate import (
     Generation,
     ServedModel,
@@ -39,10 +40,11 @@ from loraplex.server.generation.generate import (
 from loraplex.server.generation.logprobs import chat_logprobs, check_scores, prompt_logprobs
 from loraplex.server.generation.sampling_fields import sampling_params, scored_prompt
 from loraplex.server.generation.serving import About, Prepared, serve
-from loraplex.server.routing import Call, require_fitting
+from loraplex.server.routing import Call, read_body, require_fitting
 from loraplex.server.wire import ChatRequest, TokenizeRequest
 from loraplex.text.assembly import Piece
 from loraplex.text.codec import SHORT_TEXT_CHARS, TextCodec
+from loraplex.text.conversation import read_choice, read_tools, template_messages, texts_of
 from loraplex.text.engine_sampling import check_sampling
 from loraplex.text.tools.tool_types import Message, ToolChoice, joined
 from loraplex.text.tools.tool_use import ToolUse, use_of
@@ -56,9 +58,12 @@ async def chat_completions(call: Call) -> None:
 class Chat:
     """`serving.Endpoint` of conversations."""
 
-    prefix = "chatcmpl"
-    body = ChatRequest
+    prefix = "chatcmpl-"
     param = "messages"
+
+    async def read(self, call: Call) -> ChatRequest:
+        """The body."""
+        return await read_body(call, ChatRequest)
 
     async def prepare(self, call: Call, request: ChatRequest, model: ServedModel) -> Prepared:
         """The conversation through the model's template."""
@@ -241,12 +246,15 @@ class ChatRendering:
     def closing(self) -> bytes:
         """Token counts, where they were asked for."""
         if not self._about.wants_usage:
-            return b""
-        return event(
-            ChatCompletion(
-                object="chat.completion.chunk", **self._about.fields([]), usage=self._generation.usage()
-            )
+            return DONE
+        counts = ChatCompletion(
+            object="chat.completion.chunk", **self._about.fields([]), usage=self._generation.usage()
         )
+        return event(counts) + DONE
+
+    def failed(self, error: LoraplexError) -> bytes:
+        """The error."""
+        return failure(error)
 
     def whole(self, parts: dict[int, list[Piece]]) -> msgspec.Struct:
         """The answer with its messages."""

@@ -12,16 +12,18 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from loraplex.core import limits
-from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.messages import TokenLogprobs
 from loraplex.core.request import SamplingParams
 from loraplex.server.answers import (
+    DONE,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     PromptLogprobs,
     Usage,
     event,
+    failure,
 )
 from loraplex.server.generation.generate import (
     Generation,
@@ -35,7 +37,7 @@ from loraplex.server.generation.generate import (
 from loraplex.server.generation.logprobs import CompletionScores, check_scores, joined, prompt_logprobs
 from loraplex.server.generation.sampling_fields import sampling_params, scored_prompt
 from loraplex.server.generation.serving import About, Prepared, serve
-from loraplex.server.routing import Call, require_fitting
+from loraplex.server.routing import Call, read_body, require_fitting
 from loraplex.server.service import Service
 from loraplex.server.wire import CompletionRequest
 from loraplex.text.assembly import Piece
@@ -53,9 +55,12 @@ async def completions(call: Call) -> None:
 class Completions:
     """`serving.Endpoint` of prompts."""
 
-    prefix = "cmpl"
-    body = CompletionRequest
+    prefix = "cmpl-"
     param = "prompt"
+
+    async def read(self, call: Call) -> CompletionRequest:
+        """The body."""
+        return await read_body(call, CompletionRequest)
 
     async def prepare(self, call: Call, request: CompletionRequest, model: ServedModel) -> Prepared:
         """The prompts as token ids."""
@@ -194,8 +199,12 @@ class CompletionRendering:
     def closing(self) -> bytes:
         """Token counts, where they were asked for."""
         if not self._about.wants_usage:
-            return b""
-        return event(Completion(**self._about.fields([]), usage=self._usage()))
+            return DONE
+        return event(Completion(**self._about.fields([]), usage=self._usage())) + DONE
+
+    def failed(self, error: LoraplexError) -> bytes:
+        """The error."""
+        return failure(error)
 
     def _usage(self) -> Usage:
         """Token counts; what was generated only to score a prompt does not count."""

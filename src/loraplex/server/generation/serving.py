@@ -1,4 +1,4 @@
-"""What the two generation endpoints have in common: one request from its decoded fields to its last byte.
+"""What the generation endpoints have in common: one request from its decoded fields to its last byte.
 
 An endpoint says how its prompts are read (`Endpoint.prepare`) and how its answer looks (`Rendering`); binding
 the model, holding to a format, submitting, streaming and counting are here, once.
@@ -20,11 +20,11 @@ from msgspec import UNSET, UnsetType
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode, LoraplexError
 from loraplex.core.request import AnswerForm, SamplingParams
-from loraplex.server.answers import DONE, Usage, encode, error_body, event
+from loraplex.server.answers import Usage, encode
 from loraplex.server.generation.generate import Generation, Job, ServedModel, bind_model, urgency
 from loraplex.server.generation.keyed import keyed
 from loraplex.server.live import LiveRequest
-from loraplex.server.routing import Call, named_model, read_body, until_disconnect
+from loraplex.server.routing import Call, named_model, until_disconnect
 from loraplex.server.structured_wire import StructuredOutputs, answer_form
 from loraplex.server.wire import (
     GenerationFields,
@@ -70,7 +70,11 @@ class Rendering(Protocol):
         ...
 
     def closing(self) -> bytes:
-        """Events after the last token."""
+        """Events after the last token, the stream's end included."""
+        ...
+
+    def failed(self, error: LoraplexError) -> bytes:
+        """Events of an answer that had begun and ends with an error, the stream's end included."""
         ...
 
     def whole(self, parts: dict[int, list[Piece]]) -> msgspec.Struct:
@@ -79,13 +83,14 @@ class Rendering(Protocol):
 
 
 class Endpoint(Protocol[R]):
-    """One path. prefix: of its ids. body: what it decodes. param: the body's field that holds what
-    is asked.
-    """
+    """One path. prefix: of its ids. param: the body's field that holds what is asked."""
 
     prefix: str
-    body: type[R]
     param: str
+
+    async def read(self, call: Call) -> R:
+        """The request that a body holds. Raises what `routing.read_body` raises."""
+        ...
 
     async def prepare(self, call: Call, request: R, model: ServedModel) -> Prepared:
         """Check the request's own fields and tokenise for a model. Raises the typed error of what is
@@ -131,7 +136,7 @@ class About:
 async def serve(call: Call, endpoint: Endpoint[R]) -> None:
     """Decode, check, generate and answer, until the client goes away."""
     arrival = call.service.clock.now_ns()
-    request = await read_body(call, endpoint.body)
+    request = await endpoint.read(call)
     await until_disconnect(call, _serve(call, endpoint, request, arrival))
 
 
@@ -151,7 +156,7 @@ async def _serve(call: Call, endpoint: Endpoint[R], request: R, arrival_ns: int)
         model = keys.model
         grammar = await _grammar(call, request, prepared.tools)
         words = await _bad_words(call, prepared.params, model)
-        answer_id = f"{endpoint.prefix}-{exchange.request_id}"
+        answer_id = f"{endpoint.prefix}{exchange.request_id}"
         job = Job(
             f"{answer_id}.{next(call.site.serial)}",
             prepared.ids,
@@ -217,8 +222,8 @@ async def _stream(call: Call, generation: Generation, rendering: Rendering) -> N
         data = rendering.closing()
     except LoraplexError as error:
         call.facts.failed(error)
-        data = event(error_body(error))
-    await exchange.write(data + DONE)
+        data = rendering.failed(error)
+    await exchange.write(data)
     await exchange.end()
 
 

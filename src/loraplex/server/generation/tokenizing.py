@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
-from loraplex.server.chat_wire import template_messages
 from loraplex.server.generation.chat import conversation_ids
 from loraplex.server.generation.generate import bind_model, check_ids, need_codec
 from loraplex.server.routing import Call, named_model, read_body, require_fitting
 from loraplex.server.wire import DetokenizeRequest, TokenizeRequest
 from loraplex.text.codec import SHORT_TEXT_CHARS, TextCodec
+from loraplex.text.conversation import template_messages
 
 _ALL_TEXT_TOKENS = limits.MAX_PROMPT_TOKENS
 

@@ -1,6 +1,6 @@
-"""Messages and tools of a chat request, decoded strictly, and as chat templates read them.
+"""Messages and tools of a conversation, decoded strictly, and as chat templates read them.
 
-Owns what a message may hold by its role. Specification: interface "HTTP".
+Owns what a message may hold by its role, for the server and for `LLM`. Specification: interface "HTTP".
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
-from loraplex.server.neutral import ABSENT, NO_EFFECT, Unsupported, refuse_unsupported
+from loraplex.core.neutral import ABSENT, NO_EFFECT, Unread, Unsupported, refuse_unsupported
 from loraplex.text.tools.tool_types import Tool, ToolChoice
 from loraplex.text.tools.tool_use import tool_of
 
@@ -27,15 +27,17 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["text"]
     text: str
-    cache_control: Annotated[dict[str, Any] | None, NO_EFFECT] = None
+    cache_control: Unread = ABSENT
 
 
 class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an earlier answer called. arguments: JSON text."""
+    """What an earlier answer called. arguments: JSON text. parsed_arguments: as a client read them, which
+    says nothing more.
+    """
 
     name: str
     arguments: str
-    parsed_arguments: Unsupported = ABSENT
+    parsed_arguments: Unread = ABSENT
 
 
 class EarlierCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,7 +51,7 @@ class EarlierCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One turn of a conversation. name: for the template. tool_calls: an assistant's. tool_call_id:
-    a tool's.
+    a tool's. parsed: the content as a client read it, which says nothing more.
     """
 
     role: Role
@@ -61,7 +63,7 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     annotations: Unsupported = ABSENT
     audio: Unsupported = ABSENT
     function_call: Unsupported = ABSENT
-    parsed: Unsupported = ABSENT
+    parsed: Unread = ABSENT
     reasoning: Unsupported = ABSENT
     reasoning_content: Unsupported = ABSENT
 
@@ -124,7 +126,6 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
         place = f"messages[{index}]."
         refuse_unsupported(message, place)
         for number, call in enumerate(message.tool_calls or ()):
-            refuse_unsupported(call.function, f"{place}tool_calls[{number}].function.")
             if call.index not in (None, number):
                 raise _wrong(f"{place}tool_calls[{number}].index", f"must be {number}, got {call.index}")
         if message.tool_calls and message.role != "assistant":
