@@ -19,6 +19,7 @@ from loraplex.engine.residency import load_failures, loads, transitions
 from loraplex.engine.state import EngineState
 from loraplex.identity import cache
 from loraplex.identity.cache import KeyChain
+from loraplex.identity.execution import base_execution
 from loraplex.memory import eviction
 from loraplex.memory.host import HostTier
 from loraplex.memory.leases import RevisionLease, SlotLease
@@ -30,7 +31,8 @@ from loraplex.memory.transaction import Transaction
 from loraplex.schedule.queue import WaitingQueue
 from loraplex.schedule.running import RunningTable
 from loraplex.schedule.tenant_service import TenantService
-from loraplex.sim import clients
+from loraplex.sim import administrator, clients
+from loraplex.sim.faults import BASE
 
 Patch = pytest.MonkeyPatch
 
@@ -529,6 +531,12 @@ def _index_without_parents(patch: Patch) -> None:
 @mutant("history", cached=True)
 def a_key_forgets_what_acts_after_the_boundary(patch: Patch) -> None:
     patch.setattr(KeyChain, "acting", lambda chain, position: (chain._executions[0], 0))
+
+
+@mutant("history", cached=True)
+def an_adapter_of_the_layers_counts_as_the_base(patch: Patch) -> None:
+    """Client and engine agree that no adapter reaches a KV row, as if heads alone were adapted."""
+    patch.setattr(administrator.Image, "execution", property(lambda _: base_execution(BASE)))
 
 
 @mutant("publication", "history", cached=True)
