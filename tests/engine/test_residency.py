@@ -9,6 +9,7 @@ from tests.engine.slow import SlowRig, make_cold
 from tests.prompts import prompt
 
 from loraplex.core import limits
+from loraplex.core.errors import ErrorCode, InternalFault
 from loraplex.core.events import (
     CopyIgnored,
 )
@@ -24,6 +25,7 @@ from loraplex.core.messages import (
 )
 from loraplex.core.plan import BatchPlan
 from loraplex.memory.residency import AdapterState
+from loraplex.memory.transaction import Demand, Transaction
 
 
 @both_depths
@@ -59,6 +61,30 @@ def test_rowless_plans_ask_for_copies_when_nothing_runs(depth: int) -> None:
     rig.device.held = False
     rig.run()
     assert rig.body(call)["state"] == "published"
+
+
+@both_depths
+def test_what_a_waiting_request_has_reserved_is_nobodys_victim(depth: int) -> None:
+    """Not through admission, where the pool is too small for both, and not past it."""
+    rig = SlowRig(depth=depth, pages=11, growth_horizon=0)
+    rig.register("a", pages=4)
+    rig.register("b", pages=6)
+    rig.run()
+    make_cold(rig, "a", "b")
+    rig.device.held = True
+    rig.submit("first", prompt(4, 1), "a", max_tokens=1)
+    rig.until("a", AdapterState.LOADING)
+    state = rig.engine.state
+    with pytest.raises(InternalFault) as refused:
+        Transaction.reserve(900, state.pool, Demand(1, 0, 0, 0), victims=[state.adapters["a"]])
+    assert refused.value.code is ErrorCode.EVICTION_INELIGIBLE
+    rig.submit("second", prompt(4, 2), "b", max_tokens=1)
+    for _ in range(10):
+        rig.step()
+    assert (rig.state_of("a"), rig.state_of("b")) == (AdapterState.LOADING, AdapterState.HOST_READY)
+    rig.device.held = False
+    rig.run()
+    rig.assert_answered("first", "second")
 
 
 @both_depths
