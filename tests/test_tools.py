@@ -13,6 +13,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from tools import device_check, evidence, gen_docs, setup_venv
 
+from loraplex.core.errors import ErrorCode
+from loraplex.telemetry.failure_record import Capability, Failure, Outcome
+
 ROOT = Path(__file__).resolve().parent.parent
 TODAY = datetime.date(2026, 11, 30)
 GOOD = """# Benchmarks
@@ -96,6 +99,22 @@ def test_the_metric_page_has_a_row_for_each_metric_by_its_scraped_name() -> None
     )
     scraped = generate_latest(registry).decode()
     assert all(f"\n{name}" in scraped for name in ("a_b_total{", "c ", "d_seconds_count "))
+
+
+def test_the_failure_page_has_a_row_a_record_under_its_category() -> None:
+    code, test = ErrorCode.INTERNAL, "tests/d.py::e"
+    made = Failure("a_b", 3, "x | y", (code, "c.py::f"), "z", Outcome.QUEUE, "c.py", (test,))
+    later = Failure("c", 6, "w", (), "v", Outcome.REJECT, "parallel", needs=Capability.TENSOR_PARALLELISM)
+    page = gen_docs.failures_page([made, later, Failure("d", 2, "u", (), "t", Outcome.EVICT, "d.py")])
+    with_it = "*with tensor parallelism*"
+    tensor, identity = page.split("## ")[1:]
+    assert tensor.splitlines()[4:] == [
+        f"| `a_b` | 3 | x \\| y | `internal`, `c.py::f` | z | queue | `c.py` | `{test}` | `make test` |",
+        f"| `c` | 6 | w | {with_it} | v | reject | `parallel` | {with_it} | `make test` |",
+        "",
+    ]
+    assert identity.startswith("Identity and state\n")
+    assert "| `d` | 2 |" in identity
 
 
 def test_every_direct_dependency_has_an_exact_pin() -> None:

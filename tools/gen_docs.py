@@ -1,8 +1,8 @@
-"""Makes docs/errors.md and docs/metrics.md from the code, and docs/decisions.md from its chapters; `--check`
-only compares.
+"""Makes docs/errors.md, docs/metrics.md and docs/failures.md from the code, and docs/decisions.md from its
+chapters; `--check` only compares.
 
-Owns the pages' form. Never owns a fact: codes, roots, statuses, invariants and metrics come from the code,
-headings from the chapters.
+Owns the pages' form. Never owns a fact: codes, roots, statuses, invariants, metrics and failures come from
+the code, headings from the chapters.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 ERRORS_PAGE = DOCS / "errors.md"
 METRICS_PAGE = DOCS / "metrics.md"
+FAILURES_PAGE = DOCS / "failures.md"
 DECISIONS_PAGE = DOCS / "decisions.md"
 CHAPTERS = ("engine", "residency", "images", "adapters", "model", "server", "catalog", "tests")
 """Of the decisions, in the order in which they are read."""
@@ -70,6 +71,45 @@ def metrics_page(registry: Any) -> str:
     return "\n".join([METRICS_HEAD, "| name | type | labels | meaning |", "|---|---|---|---|", *lines, ""])
 
 
+FAILURES_HEAD = """# Failures
+
+Generated from `src/loraplex/telemetry/failures.py` by `tools/gen_docs.py`; do not edit (`make fix` renews
+it). The 36 typed failures of 0x0DB and ours, by category. *In*: the mechanism, as 0x0DB numbers it.
+Detectors are error codes, metrics and checks; each test injects the failure and sees one of them speak. The
+owner restores the invariant; the gate blocks a release while it does not hold. A capability in italics brings
+the code that can fail so. Paths are inside `src/loraplex`, or the repository's.
+"""
+FAILURES_COLUMNS = (
+    "failure", "in", "invariant", "detectors", "consequence", "outcome", "owner", "tests", "gate",
+)  # fmt: skip
+
+
+def failures_page(failures: Any) -> str:
+    """The page for records of failures: a table for each category, in order of appearance."""
+    categories: dict[str, list[str]] = {}
+    for failure in failures:
+        detectors = ", ".join(f"`{_text(detector)}`" for detector in failure.detectors)
+        tests = ", ".join(f"`{test}`" for test in failure.tests)
+        later = f"*with {_text(failure.needs)}*" if failure.needs is not None else ""
+        cells = (
+            f"`{failure.id}`",
+            str(failure.loop),
+            _text(failure.invariant),
+            detectors or later,
+            _text(failure.consequence),
+            _text(failure.outcome),
+            f"`{failure.owner}`",
+            ", ".join(part for part in (tests, later) if part),
+            f"`{_text(failure.gate)}`",
+        )
+        categories.setdefault(_text(failure.category), []).append(f"| {' | '.join(cells)} |")
+    head = [f"| {' | '.join(FAILURES_COLUMNS)} |", "|---" * len(FAILURES_COLUMNS) + "|"]
+    parts = [FAILURES_HEAD]
+    for category, lines in categories.items():
+        parts.append("\n".join([f"## {category[0].upper()}{category[1:]}", "", *head, *lines, ""]))
+    return "\n".join(parts)
+
+
 DECISIONS_HEAD = """# Decisions
 
 Generated from the chapters in `docs/decisions/` by `tools/gen_docs.py`; do not edit (`make fix` renews it).
@@ -105,10 +145,12 @@ def main() -> int:
 
     from loraplex.core.errors import CODES
     from loraplex.server.metrics import Metrics
+    from loraplex.telemetry.failures import FAILURES
 
     pages = (
         (ERRORS_PAGE, errors_page(CODES)),
         (METRICS_PAGE, metrics_page(Metrics().registry)),
+        (FAILURES_PAGE, failures_page(FAILURES)),
         (DECISIONS_PAGE, decisions_page()),
     )
     stale = []
