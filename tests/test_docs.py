@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.named_tests import NAMED, missing
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 LIBRARY = ROOT / "src" / "loraplex"
@@ -33,7 +35,6 @@ QUOTED = re.compile(rf'\b({"|".join(CITED_PAGES)}) ("[^"]+"(?:, "[^"]+")*)')
 SECTION = re.compile(r"^##+ (0x.*)$", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)")
-NAMED_TEST = re.compile(r"`(tests/[\w./]+)::(\w+)(?:\[(\w+)\])?`")
 PATH = re.compile(r"`([\w./-]+(?:\.(?:py|cpp|h|md)|/))`")
 
 
@@ -96,17 +97,6 @@ def missing_paths(text: str, library: Path) -> set[str]:
         for path in PATH.findall(text)
         if not ((library / path).exists() or (ROOT / path).exists() or ("/" not in path and path in names))
     }
-
-
-def missing_tests(text: str) -> set[str]:
-    """Back-quoted `path::test[case]` of which there is no such function, or no such case."""
-    missing = set()
-    for path, name, case in NAMED_TEST.findall(text):
-        source = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
-        cases = source + (ROOT / "tests" / "sim" / "mutants.py").read_text(encoding="utf-8")
-        if f"def {name}(" not in source or (case and not re.search(rf"\b{case}\b", cases)):
-            missing.add(f"{path}::{name}[{case}]")
-    return missing
 
 
 def broken_links(page: Path, text: str) -> set[str]:
@@ -181,13 +171,8 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_test_that_a_page_names_is_there(page: Path) -> None:
-    assert not missing_tests(page.read_text(encoding="utf-8"))
-
-
-def test_every_failure_of_cached_kv_names_its_test() -> None:
-    page = (DOCS / "specification" / "08-kv-compatibility.md").read_text(encoding="utf-8")
-    (rows,) = re.findall(r"^## 0x08L Failures\n\n.*\n\|[-|]+\|\n((?:\|.*\|\n)+)", page, re.MULTILINE)
-    assert [len(NAMED_TEST.findall(row)) for row in rows.splitlines()] == [1] * 14
+    names = NAMED.findall(page.read_text(encoding="utf-8"))
+    assert [fault for name in names if (fault := missing(name))] == []
 
 
 def test_no_page_cites_a_paper_that_is_not_here() -> None:
@@ -215,11 +200,13 @@ def test_the_rules_see_planted_faults() -> None:
         "plans.py",
         "cores/",
     }
-    named = "`tests/test_docs.py::sections`, `tests/test_docs.py::moods`, `tests/moods.py::a`"
-    assert missing_tests(f"{named}, `tests/sim/test_mutants.py::test_a_checker_sees_it[moody]`") == {
-        "tests/test_docs.py::moods[]",
-        "tests/moods.py::a[]",
-        "tests/sim/test_mutants.py::test_a_checker_sees_it[moody]",
-    }  # fmt: skip
+    named = "`tests/test_docs.py::test_moods`, `tests/test_moods.py::test_a`, `tests/test_docs.py::a`"
+    mutant = "`tests/sim/test_mutants.py::test_a_checker_sees_it[moody]`"
+    assert [str(missing(name)).partition(": ")[2] for name in NAMED.findall(f"{named} {mutant}")] == [
+        "no such function",
+        "no such file",
+        "no name of a test",
+        "no such case",
+    ]
     links = "[a](terms.md#pages), [b](terms.md#moods), [c](mood.md), [d](https://example.org/x)"
     assert broken_links(DOCS / "rulings.md", links) == {"terms.md#moods", "mood.md"}

@@ -48,7 +48,7 @@ class Capability(StrEnum):
     TENSOR_PARALLELISM = "tensor parallelism"
     COLLECTIONS = "compressed collections"
     MERGE = "merge and export"
-    FAIR_SCHEDULING = "fair scheduling"
+    PLACEMENT = "placement and early abort"
     METRIC_REGISTRY = "metric registry"
     CLAIMS = "evidence of claims"
 

@@ -10,6 +10,7 @@ from typing import Final
 from loraplex.core.errors import ErrorCode
 from loraplex.telemetry.failure_record import BOOKS, MUTANT, Capability, Failure, Gate, Outcome
 
+_ACCOUNTS: Final = "tests/engine/test_accounts.py"
 _CONTROLS: Final = "tests/adapters/test_controls.py"
 _EXECUTION: Final = "tests/identity/test_execution.py"
 _FAILED_LOADS: Final = "tests/engine/test_failed_loads.py"
@@ -205,26 +206,32 @@ LIFECYCLE: Final = (
         "feasibility_readiness_collapsed",
         loop=9,
         invariant="feasible, ready, eligible, preferred and selected are five predicates",
-        detectors=(ErrorCode.STALE_SLOT_GENERATION, "sim/checks.py::Checkers.on_plan"),
+        detectors=(
+            ErrorCode.SNAPSHOT_RESIDENCY,
+            ErrorCode.SNAPSHOT_GENERATION,
+            ErrorCode.STALE_SLOT_GENERATION,
+            "sim/checks.py::Checkers.on_plan",
+        ),
         consequence="work that is cold or impossible looks executable",
         outcome=Outcome.QUEUE,
         owner="schedule/predicates.py",
         tests=(
             f"{MUTANT}[a_slot_is_published_when_its_copy_starts]",
             "tests/engine/test_lifecycle.py::test_nothing_binds_before_the_copy_event",
-            "tests/engine/test_step.py::test_refusals_are_typed_and_lose_nothing",
+            "tests/schedule/test_snapshot.py::test_a_snapshot_with_one_wrong_field_is_refused",
         ),
     ),
     Failure(
         "load_starvation_hidden",
         loop=9,
         invariant="waiting for a load and waiting for service have clocks and identities of their own",
-        detectors=("sim/checks.py::Checkers.on_event",),
+        detectors=("loraplex_starvations_total", "sim/checks.py::Checkers.on_event"),
         consequence="a cold adapter waits for ever while hot ones go on",
         outcome=Outcome.QUEUE,
         owner="engine/admission.py",
         tests=(
-            "tests/sim/test_mutants.py::test_a_cold_request_is_not_starved_by_ready_ones",
+            "tests/sim/test_mutants.py::test_a_bound_that_is_not_kept_is_seen",
+            f"{_ACCOUNTS}::test_an_adapter_that_does_not_come_starves_its_load_and_no_tenant",
             f"{MUTANT}[those_who_wait_for_a_load_are_forgotten]",
         ),
     ),
@@ -232,11 +239,19 @@ LIFECYCLE: Final = (
         "service_debited_before_commit",
         loop=9,
         invariant="service grows when results are committed, and at no other moment",
-        detectors=(),
+        detectors=(
+            ErrorCode.SERVICE_LEDGER,
+            "loraplex_service_tokens_total",
+            "sim/service_books.py::ServiceBooks.on_event",
+        ),
         consequence="cancelled or failed work counts as service",
         outcome=Outcome.FAIL_CLOSED,
-        owner="engine/commit.py",
-        needs=Capability.FAIR_SCHEDULING,
+        owner="engine/accounts.py",
+        tests=(
+            f"{MUTANT}[service_is_debited_when_it_is_planned]",
+            f"{_ACCOUNTS}::test_failed_work_is_no_service",
+            "tests/schedule/test_tenant_service.py::test_malformed_debits_are_refused_and_change_nothing",
+        ),
     ),
     Failure(
         "recovery_observability_incomplete",
