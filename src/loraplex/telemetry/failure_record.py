@@ -93,6 +93,8 @@ class Failure:
 
 PLAN_CASE = "tests/core/test_plan_malformed.py::test_one_changed_field_is_refused_with_its_code"
 """Refuses a plan with one wrong field."""
+BROKEN_PLAN = "tests/engine/test_broken_plans.py::test_a_broken_plan_is_refused_before_it_runs"
+"""Breaks one plan of the running engine; its launch must refuse it."""
 MUTANT = "tests/sim/test_mutants.py::test_a_checker_sees_it"
 """Breaks the running engine in one place, its own checks off; a checker outside must see it."""
 BOOKS = "tests/memory/test_malformed.py::test_the_running_engine_notices"

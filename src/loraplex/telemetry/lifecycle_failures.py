@@ -134,7 +134,7 @@ LIFECYCLE: Final = (
         "postpublication_recovery_called_rollback",
         loop=7,
         invariant="before publication a failure is rolled back, after it another generation is published",
-        detectors=(ErrorCode.TRANSACTION_STATE, ErrorCode.CATALOG_RECORD_INVALID),
+        detectors=(ErrorCode.TRANSACTION_STATE, "catalog/schema.py::_guards"),
         consequence="receipts stand for state that was rewritten in place",
         outcome=Outcome.FAIL_CLOSED,
         owner="adapters/manager.py",

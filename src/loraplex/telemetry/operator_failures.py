@@ -8,7 +8,15 @@ from __future__ import annotations
 from typing import Final
 
 from loraplex.core.errors import ErrorCode
-from loraplex.telemetry.failure_record import MUTANT, PLAN_CASE, Capability, Failure, Gate, Outcome
+from loraplex.telemetry.failure_record import (
+    BROKEN_PLAN,
+    MUTANT,
+    PLAN_CASE,
+    Capability,
+    Failure,
+    Gate,
+    Outcome,
+)
 
 OPERATORS: Final = (
     Failure(
@@ -77,9 +85,10 @@ OPERATORS: Final = (
         invariant="gathering and scattering are inverse over all rows of a plan",
         detectors=(ErrorCode.PLAN_GROUPS, ErrorCode.PLAN_ROW_COVERAGE),
         consequence="an output returns to the row of another request",
-        outcome=Outcome.REJECT,
+        outcome=Outcome.FAIL_CLOSED,
         owner="schedule/packing.py",
         tests=(
+            f"{BROKEN_PLAN}[row_permutation_not_bijective]",
             f"{PLAN_CASE}[grouped row twice]",
             f"{PLAN_CASE}[grouped row missing]",
             f"{PLAN_CASE}[scheduler index twice]",
@@ -91,9 +100,10 @@ OPERATORS: Final = (
         invariant="a segment holds rows of its own adapter only",
         detectors=(ErrorCode.PLAN_SEGMENTS,),
         consequence="factors of one adapter change rows of another",
-        outcome=Outcome.REJECT,
+        outcome=Outcome.FAIL_CLOSED,
         owner="schedule/packing.py",
         tests=(
+            f"{BROKEN_PLAN}[segment_identity_drift]",
             f"{PLAN_CASE}[segment adapter exchanged]",
             f"{PLAN_CASE}[segment boundary moved]",
             f"{PLAN_CASE}[base segment under an adapter]",
@@ -117,11 +127,12 @@ OPERATORS: Final = (
         "combine_metadata_loss",
         loop=3,
         invariant="origin row, adapter, slot, generation and scale of a row survive its execution",
-        detectors=(ErrorCode.PLAN_GROUPS, ErrorCode.STALE_SLOT_GENERATION, ErrorCode.RESULT_MALFORMED),
+        detectors=(ErrorCode.PLAN_GROUPS, ErrorCode.STALE_SLOT_GENERATION),
         consequence="base and delta are added at different rows",
-        outcome=Outcome.REJECT,
+        outcome=Outcome.FAIL_CLOSED,
         owner="schedule/packing.py",
         tests=(
+            f"{BROKEN_PLAN}[combine_metadata_loss]",
             f"{PLAN_CASE}[rows of two groups exchanged]",
             f"{PLAN_CASE}[group adapter missing]",
             "tests/engine/test_malformed_messages.py::test_a_launch_snapshot_is_compared_with_its_owners",
@@ -133,9 +144,10 @@ OPERATORS: Final = (
         invariant="a prefill has a row for each of its tokens, an ordinary decode one row",
         detectors=(ErrorCode.PLAN_PHASE_BOUNDARY, ErrorCode.PLAN_ROW_COVERAGE, ErrorCode.PLAN_POSITION),
         consequence="metadata and executed rows differ in length",
-        outcome=Outcome.REJECT,
+        outcome=Outcome.FAIL_CLOSED,
         owner="schedule/packing.py",
         tests=(
+            f"{BROKEN_PLAN}[phase_row_count_drift]",
             f"{PLAN_CASE}[segments end at the requests]",
             f"{PLAN_CASE}[doff one less]",
             f"{PLAN_CASE}[a prefill counted as a decode]",
@@ -165,9 +177,13 @@ OPERATORS: Final = (
         invariant="sample rows map one to one to requests in scheduler order",
         detectors=(ErrorCode.PLAN_SAMPLE_ROWS, "sim/tokens.py::expected_tokens"),
         consequence="logits that are right return to the wrong request",
-        outcome=Outcome.REJECT,
+        outcome=Outcome.FAIL_CLOSED,
         owner="engine/commit.py",
-        tests=(f"{PLAN_CASE}[samples in packed order]", f"{MUTANT}[samples_return_in_another_order]"),
+        tests=(
+            f"{BROKEN_PLAN}[sampling_inverse_missing]",
+            f"{PLAN_CASE}[samples in packed order]",
+            f"{MUTANT}[samples_return_in_another_order]",
+        ),
     ),
     Failure(
         "attention_boundary_alias",
@@ -175,9 +191,10 @@ OPERATORS: Final = (
         invariant="attention follows requests and phases, never runs of adapters",
         detectors=(ErrorCode.PLAN_PHASE_BOUNDARY,),
         consequence="a request attends to another one, or writes its KV",
-        outcome=Outcome.REJECT,
+        outcome=Outcome.FAIL_CLOSED,
         owner="model/attention",
         tests=(
+            f"{BROKEN_PLAN}[attention_boundary_alias]",
             f"{PLAN_CASE}[prefill boundary moved]",
             f"{PLAN_CASE}[prefill boundary per request]",
             "tests/exact/test_mixed_batch.py::test_attention_splits_at_doff_whatever_the_adapter_runs_are",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from loraplex.core.errors import ErrorCode
-from loraplex.telemetry.failure_record import BOOKS, MUTANT, PLAN_CASE, Failure, Outcome
+from loraplex.telemetry.failure_record import BOOKS, BROKEN_PLAN, MUTANT, PLAN_CASE, Failure, Outcome
 
 _LOADER: Final = "tests/images/test_loader.py"
 _PREPARE_POOL: Final = "tests/adapters/test_prepare_pool.py"
@@ -41,7 +41,7 @@ SERVING: Final = (
         invariant="bytes that cross into a backend are a whole plan",
         detectors=(ErrorCode.PLAN_MALFORMED,),
         consequence="a backend runs what no scheduler chose",
-        outcome=Outcome.REJECT,
+        outcome=Outcome.FAIL_CLOSED,
         owner="core/plan.py",
         tests=(
             "tests/core/test_plan_malformed.py::test_bytes_that_are_no_plan_are_refused",
@@ -54,9 +54,10 @@ SERVING: Final = (
         invariant="a plan writes a page for one request or one copy",
         detectors=(ErrorCode.PLAN_PAGE_TABLE, "sim/checks.py::Checkers.on_plan"),
         consequence="a request reads KV or factors of another",
-        outcome=Outcome.REJECT,
+        outcome=Outcome.FAIL_CLOSED,
         owner="core/plan_check.py",
         tests=(
+            f"{BROKEN_PLAN}[page_named_by_two]",
             f"{PLAN_CASE}[page for a request and a copy]",
             "tests/model/test_runner.py::test_two_requests_cannot_write_one_page",
         ),
@@ -67,9 +68,10 @@ SERVING: Final = (
         invariant="a token is an id, or the token that the same request sampled one plan before",
         detectors=(ErrorCode.PLAN_TOKEN_REFERENCE,),
         consequence="a request goes on from another one's token",
-        outcome=Outcome.REJECT,
+        outcome=Outcome.FAIL_CLOSED,
         owner="core/plan_check.py",
         tests=(
+            f"{BROKEN_PLAN}[token_reference_astray]",
             f"{PLAN_CASE}[references without a plan]",
             "tests/model/test_runner.py::test_a_reference_to_another_requests_token_is_refused",
         ),
@@ -80,7 +82,7 @@ SERVING: Final = (
         invariant="a mask belongs to one sample, spans the vocabulary and allows a token",
         detectors=(ErrorCode.PLAN_MASKS,),
         consequence="an answer leaves the form that was asked for",
-        outcome=Outcome.REJECT,
+        outcome=Outcome.FAIL_CLOSED,
         owner="core/plan_check.py",
         tests=("tests/engine/test_constraints.py::test_a_mask_that_does_not_fit_its_plan_is_refused",),
     ),
@@ -90,7 +92,7 @@ SERVING: Final = (
         invariant="an operator family runs only plans for which it was made",
         detectors=(ErrorCode.OPERATOR_PLAN_UNSUPPORTED,),
         consequence="rows are left out in silence",
-        outcome=Outcome.REJECT,
+        outcome=Outcome.FAIL_CLOSED,
         owner="ops/worklist.py",
         tests=("tests/ops/test_worklist.py::test_what_does_not_fit_is_refused",),
     ),
@@ -158,7 +160,7 @@ SERVING: Final = (
         "host_image_damaged",
         loop=5,
         invariant="an image in the store has the bytes of which its checksums were made",
-        detectors=(ErrorCode.COPY_CHECKSUM, "loraplex_load_failures_total"),
+        detectors=(ErrorCode.ADAPTER_LOAD_FAILED, ErrorCode.COPY_CHECKSUM, "loraplex_load_failures_total"),
         consequence="factors of nobody are served",
         outcome=Outcome.QUEUE,
         owner="images/disk_store.py",
