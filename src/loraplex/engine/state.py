@@ -55,13 +55,14 @@ class Caps:
 @dataclass(slots=True)
 class Speculation:
     """How prefetches fared (0x09K): loads published, those used before they were evicted, whole pages and
-    bytes wasted.
+    bytes wasted; loads given up before their copies began.
     """
 
     published: int = 0
     used: int = 0
     wasted_pages: int = 0
     wasted_bytes: int = 0
+    withdrawn: int = 0
 
 
 @dataclass(slots=True)

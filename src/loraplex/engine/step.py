@@ -21,7 +21,7 @@ from loraplex.core.plan import StepResult
 from loraplex.core.ports import Backend, Clock, EventSink, Grammars, Loader, Mailbox
 from loraplex.engine import accounts, admission, commit, growth, intake, integrity, launch, urgency
 from loraplex.engine.constraints import NoGrammars
-from loraplex.engine.residency import hosting, loads, registration, wants
+from loraplex.engine.residency import ahead, hosting, loads, registration, wants
 from loraplex.engine.sizes import EngineLimits
 from loraplex.engine.state import EngineState, Flight
 from loraplex.schedule.select import Selection, select_rows
@@ -89,7 +89,7 @@ class Engine:
         if fetched:
             wants.serve(state)
         admission.admit(state)
-        wants.prefetch_queue(state)
+        ahead.load_ahead(state)
         loads.pump(state)
 
     def _reserve(self) -> Selection:
