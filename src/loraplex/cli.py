@@ -31,6 +31,7 @@ from loraplex.serve_options import (
     DeviceOption,
     DrainOption,
     DtypeOption,
+    EarlyAbortOption,
     ExposeOption,
     HostLockedOption,
     HostMemoryOption,
@@ -117,6 +118,7 @@ def serve(
     prefix_cache: PrefixCacheOption = True,
     prefix_share: PrefixShareOption = 0.0,
     share_prefixes: SharePrefixesOption = "",
+    early_abort_s: EarlyAbortOption = None,
 ) -> int:
     """Serve a base model and its adapters over HTTP."""
     if tensor_parallel != 1:
@@ -153,6 +155,7 @@ def serve(
         prefix_cache=prefix_cache,
         prefix_share=prefix_share,
         policy=policy,
+        early_abort_s=early_abort_s,
         tool_formats=tuple(map(parse_tool_format, tool_format)),
     )
     return run_server(config)
