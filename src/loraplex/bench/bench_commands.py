@@ -10,10 +10,12 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from loraplex.bench.output import check_outputs, write_output
+from loraplex.bench.trace_command import trace
 from loraplex.core.errors import CallerError, ErrorCode
 from loraplex.process.activity import activity
 
 bench_app = App(name="bench", help="Measurements beside the peers that are installed.")
+bench_app.command(trace)
 
 
 @bench_app.command
