@@ -43,7 +43,7 @@ class Orders(msgspec.Struct, frozen=True):
 
 
 def completion_request(model: str, prompt: object, new: int, key: str | None = None) -> bytes:
-    """One streamed completion of `new` tokens, as it goes over a connection of its own. key: of its caller."""
+    """One streamed completion of `new` tokens, as it goes over a connection of its own. key: the caller's."""
     body = json.dumps(
         {
             "model": model,

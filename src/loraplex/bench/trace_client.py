@@ -1,5 +1,5 @@
-"""One client process of `bench trace`: `python -m loraplex.bench.trace_client`, its orders as JSON on standard
-input.
+"""One client process of `bench trace`: `python -m loraplex.bench.trace_client`, its orders as JSON on
+standard input.
 
 Requests come when the trace says, however many are open; each has a connection of its own and streams. A
 refusal for want of capacity is an outcome; any other is wrong. What was seen goes to standard output as JSON.

@@ -210,8 +210,8 @@ def waits(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 HEAD: Final = (
-    f"{'trace':11} {'policy':16} {'offered':>7} {'done':>5} {'req/s':>6} {'tok/s':>7} {'attain':>6} {'satisf':>6} "
-    f"{'TTFT s':>13} {'between ms':>13} {'light TTFT':>13} {'swaps':>5}"
+    f"{'trace':11} {'policy':16} {'offered':>7} {'done':>5} {'req/s':>6} {'tok/s':>7} {'attain':>6} "
+    f"{'satisf':>6} {'TTFT s':>13} {'between ms':>13} {'light TTFT':>13} {'swaps':>5}"
 )
 
 

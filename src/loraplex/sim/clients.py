@@ -125,6 +125,8 @@ class Clients:
         self.sent = 0
         narrow = {Operation.PIN, Operation.LIMITS} & setup.operations
         self._always: frozenset[str] = NO_ROOM if narrow else frozenset()
+        if setup.limits.early_abort_ns:
+            self._always |= {"early_abort"}
 
     # ------------------------------------------------------------ the port
 

@@ -133,6 +133,7 @@ class EngineMetrics:
                 | HostFetched()
                 | HostDropped()
                 | PrefetchReleased()
+                | PrefetchWithdrawn()
                 | AdapterRevoked()
             ):
                 self._note_residency(event)
@@ -158,6 +159,7 @@ class EngineMetrics:
         | HostFetched
         | HostDropped
         | PrefetchReleased
+        | PrefetchWithdrawn
         | AdapterRevoked,
     ) -> None:
         match event:
