@@ -26,7 +26,10 @@ def offer(state: EngineState, messages: Sequence[ToEngine]) -> None:
     for event in queued:
         record = state.records.get(event.request_id)
         arrival = record.arrival_ns if record is not None else event.at_ns
-        state.early_abort.offer(event.request_id, arrival, event.prompt_tokens, event.at_ns)
+        prefill_ns = state.estimates.prefill_ns(
+            event.prompt_tokens, -(-event.prompt_tokens // state.limits.token_budget)
+        )
+        state.early_abort.offer(event.request_id, arrival, prefill_ns, event.at_ns)
 
 
 def follow(state: EngineState, events: Sequence[Event]) -> None:
@@ -36,11 +39,9 @@ def follow(state: EngineState, events: Sequence[Event]) -> None:
     for event in events:
         match event:
             case RequestAdmitted():
-                record = state.records.get(event.request_id)
-                tokens = record.prompt_tokens if record is not None else 1
-                state.early_abort.admit(event.request_id, tokens, event.at_ns)
+                state.early_abort.admit(event.request_id, event.at_ns)
             case FirstToken():
-                state.early_abort.serve(event.request_id, event.at_ns)
+                state.early_abort.serve(event.request_id)
             case RequestFinished():
                 state.early_abort.end(event.request_id, rejected=event.reason == ErrorCode.EARLY_ABORT)
             case _:

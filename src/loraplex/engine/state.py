@@ -139,8 +139,7 @@ class EngineState:
         self.speculation = Speculation()
         self.early_abort: Offers | None = None
         if limits.early_abort_ns:
-            token_ns = 1_000_000_000 // limits.prefill_tokens_per_s
-            self.early_abort = Offers(limits.early_abort_ns, token_ns, clock.now_ns())
+            self.early_abort = Offers(limits.early_abort_ns, clock.now_ns())
         self.traffic = Traffic()
         self.departing: list[tuple[AdapterEntry, int]] = []
         self.entry_of_slot: dict[int, AdapterEntry] = {}

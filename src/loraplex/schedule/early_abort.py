@@ -140,17 +140,16 @@ class AbortLedger:
 class Offers:
     """Requests without a first token: who is too late, and who is one too many.
 
-    limit: from arrival to the first token, in the clock's unit. token: what a prompt token is estimated at
-    until some were measured.
+    limit: from arrival to the first token, in the clock's unit.
     """
 
-    def __init__(self, limit: int, token: int, now: int) -> None:
-        self._limit, self._token = limit, float(token)
+    def __init__(self, limit: int, now: int) -> None:
+        self._limit = limit
         window = max(limit // WINDOWS, 1)
         self._arrivals, self._admissions = MovingRate(window, now), MovingRate(window, now)
         self._looked = now
         self._waiting: dict[str, Offered] = {}
-        self._admitted: dict[str, tuple[int, int]] = {}
+        self._admitted: set[str] = set()
         self._late: list[tuple[int, str]] = []
         self._offered = self._refused = self._rejected = self._served = self._withdrawn = 0
 
@@ -159,31 +158,30 @@ class Offers:
         self._offered += count
         self._refused += count
 
-    def offer(self, request_id: str, arrival: int, prompt_tokens: int, now: int) -> None:
-        """A request came that arrived at `arrival`."""
+    def offer(self, request_id: str, arrival: int, prefill: int, now: int) -> None:
+        """A request came that arrived at `arrival`. prefill: what computing its prompt is estimated at."""
         self._offered += 1
         self._arrivals.note(now)
-        one = Offered(request_id, min(arrival, now), int(prompt_tokens * self._token))
+        one = Offered(request_id, min(arrival, now), prefill)
         self._waiting[request_id] = one
         heapq.heappush(self._late, (one.latest_start(self._limit), request_id))
 
-    def admit(self, request_id: str, prompt_tokens: int, now: int) -> None:
+    def admit(self, request_id: str, now: int) -> None:
         """A request got a place: it is no longer early to abort it."""
         if self._waiting.pop(request_id, None) is not None:
-            self._admitted[request_id] = (now, prompt_tokens)
+            self._admitted.add(request_id)
             self._admissions.note(now)
 
-    def serve(self, request_id: str, now: int) -> None:
+    def serve(self, request_id: str) -> None:
         """Its first token was committed."""
-        began = self._admitted.pop(request_id, None)
-        if began is not None:
+        if request_id in self._admitted:
+            self._admitted.remove(request_id)
             self._served += 1
-            since, tokens = began
-            self._token = (7 * self._token + 3 * (now - since) / max(tokens, 1)) / 10
 
     def end(self, request_id: str, *, rejected: bool) -> None:
         """It ended; before its first token it was rejected by early abort, or withdrawn."""
-        if self._waiting.pop(request_id, None) or self._admitted.pop(request_id, None):
+        if self._waiting.pop(request_id, None) or request_id in self._admitted:
+            self._admitted.discard(request_id)
             self._rejected += rejected
             self._withdrawn += not rejected
 
