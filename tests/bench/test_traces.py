@@ -118,7 +118,7 @@ def test_traces_are_chosen_by_name_and_sized() -> None:
 def test_a_server_under_every_trace(tmp_path: Path) -> None:
     """Every request has an outcome, revisions change meanwhile, tenants are told apart."""
     model = write_tokenizer(save("llama", tmp_path / "llama"))
-    options = TraceOptions(HttpOptions(model, "cpu", "float32", rank=2), early_abort_s=60.0)
+    options = TraceOptions(HttpOptions(model, "cpu", "float32", rank=2), ("fcfs",), early_abort_s=60.0)
     chosen = [trace for trace in traces(4, 12.0, 2.5, 6) if trace.name in ("slora", "churn", "flood")]
     said: list[str] = []
     runs = run_traces(options, chosen, said.append)
@@ -127,8 +127,9 @@ def test_a_server_under_every_trace(tmp_path: Path) -> None:
         assert run.row.offered == len(arrivals(trace, 0))
         assert run.row.completed + sum(run.row.refused.values()) == run.row.offered
         assert run.row.completed > 0
+        assert run.row.policy == "fcfs"
     assert runs[1].row.swaps == 2
     assert runs[2].row.flood is not None
     drawn = plots(runs)
     assert drawn.count("<g ") == 6
-    assert "default, light" in drawn
+    assert "fcfs, light" in drawn
