@@ -26,16 +26,14 @@ LOOKAHEAD: Final = 16
 def load_ahead(state: EngineState) -> None:
     """Give up loads ahead that became obsolete, and begin others where there is room."""
     pending = [job for job in state.loads.values() if job.purpose is Purpose.AHEAD and not job.started]
-    if not pending and not len(state.queue):
-        return
-    ledger = _ledger(state)
     if pending:
-        _give_up(state, pending, ledger)
+        _give_up(state, pending, _ledger(state))
     under_way = sum(job.purpose.speculative for job in state.loads.values())
     places = min(limits.MAX_SPECULATIVE_LOADS - under_way, state.limits.copies_in_flight - len(state.loads))
-    if places <= 0:
+    if places <= 0 or not len(state.queue):
         return
-    for wish in first_fit(_wishes(state), _ledger(state) if pending else ledger, places):
+    wishes = _wishes(state)
+    for wish in first_fit(wishes, _ledger(state), places) if wishes else ():
         entry = state.adapters[wish.adapter]
         demand = room.demand(state, entry, guard=len(state.by_slot))
         transaction = room.take_spare(state, demand, entry)
