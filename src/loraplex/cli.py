@@ -31,6 +31,7 @@ from loraplex.serve_options import (
     DeviceOption,
     DrainOption,
     DtypeOption,
+    EarlyAbortOption,
     ExposeOption,
     HostLockedOption,
     HostMemoryOption,
@@ -117,6 +118,7 @@ def serve(
     prefix_cache: PrefixCacheOption = True,
     prefix_share: PrefixShareOption = 0.0,
     share_prefixes: SharePrefixesOption = "",
+    early_abort_s: EarlyAbortOption = None,
 ) -> int:
     """Serve a base model and its adapters over HTTP."""
     if tensor_parallel != 1:
@@ -153,6 +155,7 @@ def serve(
         prefix_cache=prefix_cache,
         prefix_share=prefix_share,
         policy=policy,
+        early_abort_s=early_abort_s,
         tool_formats=tuple(map(parse_tool_format, tool_format)),
     )
     return run_server(config)
@@ -246,6 +249,7 @@ def sim(
     seed: Annotated[int, Parameter(help="Which timeline.")] = 0,
     ticks: Annotated[int, Parameter(help="Steps of the engine while faults strike.")] = 10_000,
     depth: Annotated[Literal[0, 1] | None, Parameter(help="Pipeline depth instead of the seed's.")] = None,
+    workers: Annotated[int, Parameter(help="More than 1: so many engines behind one placer, no faults.")] = 1,
     as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")] = False,
 ) -> int:
     """Attack the control plane over a virtual device: faults first, then everything must finish."""
@@ -259,6 +263,8 @@ def sim(
             f"seed must be at least 0 and ticks at least 1, got {seed} and {ticks}",
             param="ticks",
         )
+    if workers != 1:
+        return _sim_fleet(seed, ticks, workers, as_json)
     report = simulate(seed, ticks, setup=draw_setup(seed, depth=depth))
     fixed = "" if depth is None else f" --depth {depth}"
     command = f"loraplex sim --seed {seed} --ticks {ticks}{fixed}"
@@ -266,6 +272,14 @@ def sim(
         print(json.dumps({**report.record(), "replay": command}, indent=2))
     else:
         print("\n".join(report_lines(report, command)))
+    return 1 if report.violation is not None else 0
+
+
+def _sim_fleet(seed: int, ticks: int, workers: int, as_json: bool) -> int:
+    from loraplex.sim.fleet import fleet_lines, simulate_fleet
+
+    report = simulate_fleet(seed, ticks, workers)
+    print(json.dumps(report.record(), indent=2) if as_json else "\n".join(fleet_lines(report)))
     return 1 if report.violation is not None else 0
 
 

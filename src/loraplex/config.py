@@ -32,8 +32,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     first. share_prefixes: tenants that find one another's cached prefixes. adapter_floor: part of the pool
     below which running requests take no adapter's pages. prefix_cache: whether prefixes are cached at all.
     prefix_share: part of the pool that cached prefixes keep while several requests run. policy: who is let in
-    first. plan_log: file that
-    receives every packed plan. scrub: fill freed pages with 0xFF (tests).
+    first. early_abort_s: seconds from a request's arrival within which its first token must be possible; None
+    refuses nobody for that. plan_log: file that receives every packed plan. scrub: fill freed pages with 0xFF
+    (tests).
     """
 
     model: str
@@ -58,6 +59,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_cache: bool = True
     prefix_share: float = 0.0
     policy: str = POLICIES[0]
+    early_abort_s: float | None = None
     plan_log: str | None = None
     scrub: bool = False
 
@@ -79,6 +81,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.prefix_share and not self.prefix_cache:
             raise _invalid(
                 "prefix_share", f"prefix_share is {self.prefix_share} where no prefix is cached; leave it out"
+            )
+        if self.early_abort_s is not None and not 0.001 <= self.early_abort_s < 86400:
+            raise _invalid(
+                "early_abort_s",
+                f"early_abort_s must be from 0.001 seconds to less than a day, got {self.early_abort_s}",
             )
         if self.pool_gb is not None and not 0 < self.pool_gb < 1 << 20:
             raise CallerError(
@@ -162,9 +169,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     None for one that ends with the server. store_gb: limit of the store of downloaded adapters, GiB.
     api_key_file: without one, only loopback. expose_without_keys: listen elsewhere all the same. log_prompts:
     prompts may stand in the log. host_gb: adapter images in host memory, in GiB. host_locked_gb,
-    adapter_floor, prefix_cache, prefix_share, share_prefixes, policy: see `EngineConfig`. drain_s: how long
-    open requests may go on after SIGTERM. tool_formats: (alias, how calls are written); alias None for every
-    model but adapters whose cards say it.
+    adapter_floor, prefix_cache, prefix_share, share_prefixes, policy, early_abort_s: see `EngineConfig`.
+    drain_s: how long open requests may go on after SIGTERM. tool_formats: (alias, how calls are written);
+    alias None for every model but adapters whose cards say it.
     """
 
     model: str | None = None
@@ -198,6 +205,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefix_cache: bool = True
     prefix_share: float = 0.0
     policy: str = POLICIES[0]
+    early_abort_s: float | None = None
     tool_formats: tuple[tuple[str | None, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -253,6 +261,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             prefix_share=self.prefix_share,
             share_prefixes=self.share_prefixes,
             policy=self.policy,
+            early_abort_s=self.early_abort_s,
         )
 
 

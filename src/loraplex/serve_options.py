@@ -109,6 +109,12 @@ PolicyOption = Annotated[
         "rank-bucketed."
     ),
 ]
+EarlyAbortOption = Annotated[
+    float | None,
+    Parameter(
+        help="Refuse requests whose first token cannot come in so many seconds; under overload the oldest go."
+    ),
+]
 DrainOption = Annotated[float, Parameter(help="Seconds that open requests may take after SIGTERM.")]
 ExposeOption = Annotated[
     bool, Parameter(negative="", help="Listen beyond loopback although there are no keys.")

@@ -14,6 +14,7 @@ from loraplex.api.arguments import (
     engine_config,
     read_adapters,
     read_count,
+    read_grouping,
     read_model,
     read_names,
     read_number,
@@ -200,3 +201,12 @@ def test_a_text_is_one_that_utf_8_can_write(given: Any) -> None:
     with pytest.raises(CallerError) as raised:
         read_prompts(given)
     assert (raised.value.code, raised.value.param) == (ErrorCode.INVALID_REQUEST, "prompts")
+
+
+def test_groupings_are_known_ones() -> None:
+    assert read_grouping(None) is None
+    assert read_grouping("pets") == "pets"
+    for given in ("PetS", "", 1, True, ["pets"]):
+        with pytest.raises(CallerError) as refused:
+            read_grouping(given)
+        assert refused.value.param == "grouping"

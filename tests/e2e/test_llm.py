@@ -358,3 +358,20 @@ def test_an_event_sink_sees_what_the_engine_does(root: Path) -> None:
     assert {event.request_id for event in watcher.events if isinstance(event, RequestFinished)} == {
         event.request_id for event in queued
     }
+
+
+def test_a_grouped_batch_answers_every_prompt_in_its_place(root: Path) -> None:
+    names = ["plain", None, "rslora", "plain", None, "rslora"]
+    prompts = [prompt(3 + 5 * index % 14, index) for index in range(len(names))]
+    with open_llm(root, ["plain", "rslora"]) as llm:
+        plain = llm.generate(prompts, names, greedy(6))
+        grouped = llm.generate(prompts, names, greedy(6), grouping="pets")
+        for output, other, name in zip(grouped, plain, names, strict=True):
+            assert output.prompt_token_ids == other.prompt_token_ids
+            assert output.adapter == other.adapter
+            check_greedy(output, name, 6)
+        with pytest.raises(CallerError, match="grouping"):
+            llm.generate(prompts, names, greedy(6), grouping="length")
+        with pytest.raises(CallerError) as refused:
+            llm.generate([[]], None, greedy(6), grouping="pets")
+        assert refused.value.code is ErrorCode.EMPTY_PROMPT

@@ -162,6 +162,16 @@ def a_rollback_keeps_its_pages(patch: Patch) -> None:
     patch.setattr(Transaction, "rollback", rollback)
 
 
+@mutant("conservation", kinds=("cancelled_client",))
+def a_load_ahead_that_is_given_up_keeps_its_pages(patch: Patch) -> None:
+    def withdraw(state: EngineState, job: Any) -> None:
+        del state.loads[(job.slot, job.generation)]
+        transitions.give_up(state, job.entry)
+        state.queue.unpark(job.entry.key)
+
+    patch.setattr(loads, "withdraw", withdraw)
+
+
 # ---------------------------------------------------------------- slab pages
 
 

@@ -181,6 +181,13 @@ def read_text(text: Any) -> TextWord | None:
     return word
 
 
+def read_grouping(grouping: Any) -> str | None:
+    """How an offline batch is grouped. Raises `invalid_request`."""
+    if grouping is None or grouping == "pets":
+        return None if grouping is None else "pets"
+    raise _refuse("grouping", '"pets" or None', grouping)
+
+
 def read_count(name: str, value: Any) -> int | None:
     """An integer or None. Raises `invalid_request`."""
     if value is not None and not _is_token(value):

@@ -30,6 +30,7 @@ from loraplex.api.arguments import (
     engine_config,
     read_adapters,
     read_count,
+    read_grouping,
     read_model,
     read_names,
     read_number,
@@ -40,6 +41,7 @@ from loraplex.api.arguments import (
     read_text,
 )
 from loraplex.api.conversations import Conversation, read_conversations, read_offer
+from loraplex.api.grouped import Grouper, task_of
 from loraplex.api.jobs import Job
 from loraplex.api.local_engine import LocalEngine, OpenSample, closed_error
 from loraplex.api.outputs import RequestOutput
@@ -122,6 +124,7 @@ class LLM:
             self._eos_token_ids = self._built.eos_token_ids
             self._terms = CacheTerms.of(self._built.info)
             self._requests = itertools.count(1)
+            self._grouper = Grouper(self._vocab_size, self._built.limits.max_model_len)
             for alias, source in read_adapters(adapters).items():
                 self.add_adapter(alias, source)
         except BaseException:
@@ -286,12 +289,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         adapters: str | Sequence[str | None] | None = None,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        grouping: str | None = None,
     ) -> list[RequestOutput]:
         """Answer every prompt, in order. Prompts are strings or lists of token ids; one adapter and one
-        `SamplingParams` may stand for all. A refused request raises, and the others are withdrawn.
+        `SamplingParams` may stand for all. A refused request raises, and the others are withdrawn. grouping:
+        "pets" asks them in the order that PetS' recurrences give, over costs measured at first use.
         """
         self._require_open()
-        return self._answered(read_prompts(prompts), adapters, sampling)
+        return self._answered(read_prompts(prompts), adapters, sampling, read_grouping(grouping))
 
     def chat(
         self,
@@ -328,10 +334,16 @@ class LLM:
         self._require_open()
         return None if self._codec is None else self._codec.tokenizer
 
-    def _answered(self, many: Sequence[_Given], adapters: Any, sampling: Any) -> list[RequestOutput]:
+    def _answered(
+        self, many: Sequence[_Given], adapters: Any, sampling: Any, grouping: str | None = None
+    ) -> list[RequestOutput]:
         jobs = self._jobs(many, adapters, sampling)
+        order: Sequence[int] = range(len(jobs))
+        if grouping is not None:
+            tasks = [task_of(job.revision, self._adapters.held.known) for job in jobs]
+            order = self._grouper.order(tasks, [len(job.tokens) or 1 for job in jobs], self.generate)
         asked = [self._asked(job) for job in jobs]
-        self._opened().answer([sample for samples in asked for sample in samples])
+        self._opened().answer([sample for index in order for sample in asked[index]])
         return [job.output(samples) for job, samples in zip(jobs, asked, strict=True)]
 
     def _jobs(self, many: Sequence[_Given], adapters: Any, sampling: Any) -> list[Job]:

@@ -42,6 +42,39 @@ class Orders(msgspec.Struct, frozen=True):
     vocab: int
 
 
+def completion_request(model: str, prompt: object, new: int, key: str | None = None) -> bytes:
+    """One streamed completion of `new` tokens, as it goes over a connection of its own. key: the caller's."""
+    body = json.dumps(
+        {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": new,
+            "stream": True,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+    ).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        f"content-length: {len(body)}\r\n"
+    )
+    caller = "" if key is None else f"authorization: Bearer {key}\r\n"
+    return (head + caller + "\r\n").encode() + body
+
+
+async def read_stream(reader: asyncio.StreamReader) -> tuple[bytes, list[tuple[float, int]]]:
+    """The first part of an answer, and when how many chunks of it came, until the connection ends."""
+    times: list[tuple[float, int]] = []
+    tail, first = b"", b""
+    while part := await reader.read(READ_BYTES):
+        first = first or part
+        chunks = (tail + part).count(b"data: {")
+        if chunks:
+            times.append((time.monotonic(), chunks))
+        tail = part[-6:]
+    return first, times
+
+
 class Client:
     """Runs the orders."""
 
@@ -102,32 +135,11 @@ class Client:
         orders = self._orders
         ids = self._rng.integers(0, orders.vocab, ask.prompt).tolist()
         prompt: object = "".join(chr(97 + number % 26) for number in ids) if orders.traffic.text else ids
-        body = json.dumps(
-            {
-                "model": orders.base if ask.adapter < 0 else orders.adapter.format(ask.adapter),
-                "prompt": prompt,
-                "max_tokens": ask.new,
-                "stream": True,
-                "ignore_eos": True,
-                "temperature": 0,
-            }
-        ).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: "
-            "close\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
-        )
-        return head.encode() + body
+        model = orders.base if ask.adapter < 0 else orders.adapter.format(ask.adapter)
+        return completion_request(model, prompt, ask.new)
 
     async def _read(self, reader: asyncio.StreamReader, ask: Ask, born: float) -> None:
-        times: list[tuple[float, int]] = []
-        tail, first = b"", b""
-        while part := await reader.read(READ_BYTES):
-            first = first or part
-            chunks = (tail + part).count(b"data: {")
-            if chunks:
-                times.append((time.monotonic(), chunks))
-            tail = part[-6:]
+        first, times = await read_stream(reader)
         if b" 200 " not in first[:20] or not times:
             self._fail(first.decode("utf-8", "replace")[-300:])
             return

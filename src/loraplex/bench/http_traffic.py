@@ -78,13 +78,13 @@ def run_traffic(options: HttpOptions, cases: Sequence[Traffic], say: Say) -> lis
     """
     with ExitStack() as stack:
         work = Path(stack.enter_context(TemporaryDirectory(prefix="loraplex-bench-")))
-        model = options.model or write_shape(LLAMA_8B, write_tokenizer(_made(work / "model")))
+        model = options.model or made_model(work / "model")
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
         count = max(case.adapters for case in cases)
         if count:
             write_adapters(work / "adapters", config, options.rank, count)
         started = time.perf_counter()
-        port, pid = stack.enter_context(_server(options, model, work / "adapters" if count else None))
+        port, pid = stack.enter_context(serving(options, model, work / "adapters" if count else None))
         say(f"server with {count} adapters ready after {time.perf_counter() - started:.1f} s")
         rows = []
         for case in cases:
@@ -108,13 +108,17 @@ def write_adapters(root: Path, config: dict[str, object], rank: int, count: int)
         os.link(first / "adapter_model.safetensors", folder / "adapter_model.safetensors")
 
 
-def _made(folder: Path) -> Path:
+def made_model(folder: Path) -> Path:
+    """Llama-3.1-8B's shapes in a new folder, for random weights."""
     folder.mkdir()
-    return folder
+    return write_shape(LLAMA_8B, write_tokenizer(folder))
 
 
 @contextmanager
-def _server(options: HttpOptions, model: Path, adapters: Path | None) -> Iterator[tuple[int, int]]:
+def serving(
+    options: HttpOptions, model: Path, adapters: Path | None, more: Sequence[str] = ()
+) -> Iterator[tuple[int, int]]:
+    """A real server's port and process id; it is ended whatever happens. more: options of `serve`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -125,6 +129,7 @@ def _server(options: HttpOptions, model: Path, adapters: Path | None) -> Iterato
     ]  # fmt: skip
     command += ["--max-model-len", "8192", "--load-format", "dummy"] if options.model is None else []
     command += ["--adapter-dir", str(adapters)] if adapters is not None else []
+    command += more
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             if not any("ready on" in text for text in process.stdout or ()):

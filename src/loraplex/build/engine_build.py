@@ -339,6 +339,7 @@ def engine_limits(config: EngineConfig, base: BaseModel, pool_bytes: int | None 
         prefill_tokens_per_s=limits.PREFILL_TOKENS_PER_S_CPU if on_cpu else limits.PREFILL_TOKENS_PER_S_CUDA,
         copies_in_flight=limits.MAX_COPIES_IN_FLIGHT if on_cpu else limits.MAX_COPIES_IN_FLIGHT_CUDA,
         copy_starts=1 if on_cpu else limits.COPY_STARTS_CUDA,
+        early_abort_ns=0 if config.early_abort_s is None else int(config.early_abort_s * 1e9),
     )
 
 

@@ -93,6 +93,7 @@ class ErrorCode(StrEnum):
     ENGINE_UNAVAILABLE = "engine_unavailable"
     SHUTTING_DOWN = "shutting_down"
     DEADLINE_EXCEEDED = "deadline_exceeded"
+    EARLY_ABORT = "early_abort"
     CATALOG_UNAVAILABLE = "catalog_unavailable"
     ADAPTER_SOURCE_UNAVAILABLE = "adapter_source_unavailable"
     ARTIFACT_STORE_FULL = "artifact_store_full"
@@ -141,6 +142,11 @@ class ErrorCode(StrEnum):
     SNAPSHOT_RESIDENCY = "snapshot_residency"
     # Ours: service
     SERVICE_LEDGER = "service_ledger"
+    # Ours: scheduling ahead
+    PREFETCH_LEDGER = "prefetch_ledger"
+    ABORT_LEDGER = "abort_ledger"
+    COST_TABLE = "cost_table"
+    PLACEMENT_SNAPSHOT = "placement_snapshot"
     # Ours: execution
     NUMERIC_FAULT = "numeric_fault"
     BACKEND_FAILED = "backend_failed"
@@ -239,6 +245,7 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.ENGINE_UNAVAILABLE: _capacity(503, "the engine process is up and ready"),
     _E.SHUTTING_DOWN: _capacity(503, "the server accepts work until it drains"),
     _E.DEADLINE_EXCEEDED: _capacity(503, "a request with a deadline starts before it"),
+    _E.EARLY_ABORT: _capacity(503, "under early abort, a first token can come within the limit"),
     _E.CATALOG_UNAVAILABLE: _capacity(503, "the catalog's database answers"),
     _E.ADAPTER_SOURCE_UNAVAILABLE: _capacity(503, "the adapter's remote source answers"),
     _E.ARTIFACT_STORE_FULL: _capacity(429, "adapters of current revisions fit into the artifact store"),
@@ -287,6 +294,10 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.SERVICE_LEDGER: _ours(
         "completed work is debited once, to its tenant, and a request waits or runs and is counted so"
     ),
+    _E.PREFETCH_LEDGER: _ours("loads ahead draw on one ledger of counts, each adapter once"),
+    _E.ABORT_LEDGER: _ours("each offered request is served, rejected, ended otherwise or open, once"),
+    _E.COST_TABLE: _ours("a cost table prices every group of requests that it is asked about"),
+    _E.PLACEMENT_SNAPSHOT: _ours("each request is on one worker, within that worker's bounds"),
     _E.NUMERIC_FAULT: _ours("logits are finite"),
     _E.BACKEND_FAILED: _ours("a launched step returns a result"),
     _E.ENGINE_DIED: _capacity(503, "the engine process survives its requests"),

@@ -209,6 +209,16 @@ class PrefetchReleased(Event, frozen=True):
     used: bool
 
 
+class PrefetchWithdrawn(Event, frozen=True):
+    """A load ahead was given up before its copy began, and its pages went back. reason: "unwanted" or
+    "pages", which running requests had come to want.
+    """
+
+    adapter: str
+    pages: int
+    reason: str
+
+
 class AdapterRevoked(Event, frozen=True):
     """A revision was found bad after publication; `requests` were ended for it."""
 
@@ -254,6 +264,7 @@ AnyEvent = (
     | HostFetched
     | HostDropped
     | PrefetchReleased
+    | PrefetchWithdrawn
     | AdapterRevoked
 )
 """What can be read back: every event there is, told apart by its name in the field `event`."""

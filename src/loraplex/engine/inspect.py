@@ -72,6 +72,7 @@ def inspect_engine(
             "by_purpose": dict(state.traffic.by_purpose),
         },
         "prefetch": asdict(state.speculation),
+        "early_abort": None if state.early_abort is None else state.early_abort.figures,
         "adapters": [describe(state, entry) for entry in entries]
         + [describe(state, entry) for entry, _ in state.departing if keys is None],
         "limits": {

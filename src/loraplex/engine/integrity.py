@@ -2,9 +2,9 @@
 
 Every page has one owner that knows of it; what transactions have reserved is what loads under way hold; host
 images are held exactly by what is on the device or on its way there. Nothing is left behind when nothing is
-under way.
+under way. Every offered request is in the ledger of early abort once.
 
-Specification: 0x05A; rulings "One page pool".
+Specification: 0x05A, 0x09M; rulings "One page pool".
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ def check(state: EngineState) -> None:
     _check_requests(state)
     _check_prefixes(state)
     accounts.check(state)
+    if state.early_abort is not None and state.early_abort.ledger.open > len(state.records):
+        raise InternalFault(
+            ErrorCode.ABORT_LEDGER,
+            f"{len(state.records)} requests are live, the ledger {state.early_abort.figures} has more open",
+        )
     if not state.busy:
         counts = state.pool.counts()
         read = len(state.prefix) - state.prefix.unreferenced

@@ -126,12 +126,13 @@ class Purpose(IntEnum):
     SHADOW = 2
     PIN = 3
     PREFETCH = 4
-    REGISTER = 5
+    AHEAD = 5
+    REGISTER = 6
 
     @property
     def speculative(self) -> bool:
         """Whether nobody waits for it: it takes only what no admitted request will want (0x09J)."""
-        return self in (Purpose.PREFETCH, Purpose.REGISTER)
+        return self in (Purpose.PREFETCH, Purpose.AHEAD, Purpose.REGISTER)
 
     @property
     def awaited(self) -> bool:

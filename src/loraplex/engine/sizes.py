@@ -35,6 +35,7 @@ class EngineLimits:
     after a first failed load. copies_in_flight: copies that the backend is given at a time. copy_starts: of
     them, how many a step with rows starts.
     service_starved_ns, load_starved_ns: how long a tenant, an adapter may starve before an event says so.
+    early_abort_ns: a request whose first token cannot come so long after its arrival is refused; 0: none is.
     """
 
     kv: KvShape
@@ -66,6 +67,7 @@ class EngineLimits:
     copy_starts: int = 1
     service_starved_ns: int = limits.SERVICE_STARVED_NS
     load_starved_ns: int = limits.LOAD_STARVED_NS
+    early_abort_ns: int = 0
     scrub: bool = False
 
     def __post_init__(self) -> None:
@@ -93,6 +95,10 @@ class EngineLimits:
         if self.prefix_cache:
             check_digest("base_abi", self.base_abi)
             check_digest("cache_abi", self.cache_abi)
+        if self.early_abort_ns < 0:
+            raise CallerError(
+                ErrorCode.CONFIG_INVALID, f"early_abort_ns must be at least 0, got {self.early_abort_ns}"
+            )
         if not 0 <= self.prefix_floor < self.num_pages:
             raise CallerError(
                 ErrorCode.CONFIG_INVALID,

@@ -24,6 +24,7 @@ from loraplex.memory.pages import PagePool, PageState
 from loraplex.memory.prefix import PrefixIndex
 from loraplex.memory.residency import AdapterEntry, SlotDirectory
 from loraplex.schedule.deadlines import Deadlines
+from loraplex.schedule.early_abort import Offers
 from loraplex.schedule.estimates import Estimates
 from loraplex.schedule.queue import WaitingQueue
 from loraplex.schedule.running import RunningTable
@@ -55,13 +56,14 @@ class Caps:
 @dataclass(slots=True)
 class Speculation:
     """How prefetches fared (0x09K): loads published, those used before they were evicted, whole pages and
-    bytes wasted.
+    bytes wasted; loads given up before their copies began.
     """
 
     published: int = 0
     used: int = 0
     wasted_pages: int = 0
     wasted_bytes: int = 0
+    withdrawn: int = 0
 
 
 @dataclass(slots=True)
@@ -100,7 +102,7 @@ class EngineState:
     `schedule.tenant_service.BUCKETS`. starvation: clocks of those who wait. full_since_ns: since when no
     place is free, 0 where one is. estimates: how long prefills and loads take. offers: steps in which a place
     was free; passed_at: the last of them in which the queue was looked at; fruitless: what was to be seen
-    then, where nobody was let in.
+    then, where nobody was let in. early_abort: requests without a first token, None where no limit is set.
     """
 
     def __init__(self, limits: EngineLimits, clock: Clock, grammars: Grammars, loader: Loader) -> None:
@@ -135,6 +137,9 @@ class EngineState:
         self.pinned: dict[str, AdapterEntry] = {}
         self.wants: list[Want] = []
         self.speculation = Speculation()
+        self.early_abort: Offers | None = None
+        if limits.early_abort_ns:
+            self.early_abort = Offers(limits.early_abort_ns, clock.now_ns())
         self.traffic = Traffic()
         self.departing: list[tuple[AdapterEntry, int]] = []
         self.entry_of_slot: dict[int, AdapterEntry] = {}

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from loraplex.core.plan import StepResult
 from loraplex.core.ports import Backend, Clock, EventSink, Grammars, Loader, Mailbox
-from loraplex.engine import accounts, admission, commit, growth, intake, integrity, launch, urgency
+from loraplex.engine import accounts, admission, commit, growth, intake, integrity, launch, overload, urgency
 from loraplex.engine.constraints import NoGrammars
-from loraplex.engine.residency import hosting, loads, registration, wants
+from loraplex.engine.residency import ahead, hosting, loads, registration, wants
 from loraplex.engine.sizes import EngineLimits
 from loraplex.engine.state import EngineState, Flight
 from loraplex.schedule.select import Selection, select_rows
@@ -77,6 +77,7 @@ class Engine:
         messages = self._mailbox.receive(wait)
         for message in messages:
             intake.handle(self.state, message)
+        overload.offer(self.state, messages)
         fetched = hosting.poll(self.state)
         return bool(messages) or fetched
 
@@ -88,8 +89,9 @@ class Engine:
         fetched = hosting.poll(state)  # what `serve` asked for may be there already
         if fetched:
             wants.serve(state)
+        overload.abort(state)
         admission.admit(state)
-        wants.prefetch_queue(state)
+        ahead.load_ahead(state)
         loads.pump(state)
 
     def _reserve(self) -> Selection:
@@ -141,6 +143,7 @@ class Engine:
         state = self.state
         outbox, state.outbox = state.outbox, []
         events, state.events = state.events, []
+        overload.follow(state, events)
         for event in events:
             self._events.emit(event)
         if outbox:

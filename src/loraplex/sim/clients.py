@@ -59,6 +59,26 @@ MALFORMED_KEYS: tuple[tuple[dict[str, Any], str], ...] = (
 """The same where prefixes are cached."""
 
 
+def greedy(max_tokens: int, stop: tuple[int, ...] = (), bounds: TokenBounds | None = None) -> EngineSampling:
+    """Sampling of a request whose tokens the virtual device alone decides."""
+    return EngineSampling(
+        max_tokens=max_tokens,
+        temperature=0.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        seed=0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        logit_bias=(),
+        stop_token_ids=stop,
+        logprobs=-1,
+        prompt_logprobs=-1,
+        **({} if bounds is None else bounds.fields()),
+    )
+
+
 @dataclass(slots=True)
 class Ask:
     """One request as its client sees it. invoked_at: position from which on its adapter acts, -1 for one that
@@ -105,6 +125,8 @@ class Clients:
         self.sent = 0
         narrow = {Operation.PIN, Operation.LIMITS} & setup.operations
         self._always: frozenset[str] = NO_ROOM if narrow else frozenset()
+        if setup.limits.early_abort_ns:
+            self._always |= {"early_abort"}
 
     # ------------------------------------------------------------ the port
 
@@ -296,22 +318,7 @@ class Clients:
         return b"".join(chain.extend(ask.prompt.astype("<i4").tobytes()))
 
     def _message(self, ask: Ask) -> Submit:
-        sampling = EngineSampling(
-            max_tokens=ask.max_tokens,
-            temperature=0.0,
-            top_p=1.0,
-            top_k=0,
-            min_p=0.0,
-            seed=0,
-            repetition_penalty=1.0,
-            presence_penalty=0.0,
-            frequency_penalty=0.0,
-            logit_bias=(),
-            stop_token_ids=tuple(sorted(ask.stop)),
-            logprobs=-1,
-            prompt_logprobs=-1,
-            **({} if ask.bounds is None else ask.bounds.fields()),
-        )
+        sampling = greedy(ask.max_tokens, tuple(sorted(ask.stop)), ask.bounds)
         key = ask.image.key if ask.image is not None else None
         prompt = ask.prompt.astype("<i4").tobytes()
         return Submit(

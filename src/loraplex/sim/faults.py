@@ -145,6 +145,7 @@ class Setup:
             "policy": limits.policy.name,
             "urgent": self.urgent,
             "bounded": self.bounded,
+            "early_abort_ns": limits.early_abort_ns,
             "arrivals_per_tick": self.arrivals,
             "ranking": limits.ranking,
             "operations": sorted(kind.value for kind in self.operations),
@@ -198,7 +199,8 @@ def draw_setup(
     on = prefix.random() < 0.8 if cached is None else cached
     if on:
         limits = _with_prefixes(limits, prefix)
-    limits = replace(limits, policy=_drawn_policy(seed, on))
+    early = Random(f"{seed}/early").choice([0, 0, 0, 50_000_000]) if faults is None else 0
+    limits = replace(limits, policy=_drawn_policy(seed, on), early_abort_ns=early)
     step_ns = 100_000
     costs = Costs(step_ns, 2_000, rng.choice([0, 20_000, 300_000]), rng.choice([1_000, 50_000, 400_000]))
     return Setup(

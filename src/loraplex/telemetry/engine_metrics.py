@@ -24,6 +24,7 @@ from loraplex.core.events import (
     LoadStarved,
     PlanDiscarded,
     PrefetchReleased,
+    PrefetchWithdrawn,
     PrefixGivenUp,
     PrefixMatched,
     PrefixPublished,
@@ -79,6 +80,9 @@ class EngineMetrics:
             "host_image_bytes", "Bytes of images to and from host memory.", "direction"
         )
         self._prefetched = counter("prefetches_ended", "Speculative loads by whether they were used.", "used")
+        self._withdrawn = counter(
+            "prefetches_withdrawn", "Loads ahead given up before their copies began, by why.", "reason"
+        )
         self._wasted = counter("prefetch_wasted_pages", "Whole pages loaded on speculation and never used.")
         self._wasted_bytes = counter("prefetch_wasted_bytes", "Bytes loaded on speculation and never used.")
         self._queried = counter(
@@ -129,6 +133,7 @@ class EngineMetrics:
                 | HostFetched()
                 | HostDropped()
                 | PrefetchReleased()
+                | PrefetchWithdrawn()
                 | AdapterRevoked()
             ):
                 self._note_residency(event)
@@ -154,6 +159,7 @@ class EngineMetrics:
         | HostFetched
         | HostDropped
         | PrefetchReleased
+        | PrefetchWithdrawn
         | AdapterRevoked,
     ) -> None:
         match event:
@@ -171,6 +177,8 @@ class EngineMetrics:
                 self._prefetched.labels("yes" if event.used else "no").inc()
                 self._wasted.inc(0 if event.used else event.pages)
                 self._wasted_bytes.inc(0 if event.used else event.nbytes)
+            case PrefetchWithdrawn():
+                self._withdrawn.labels(event.reason).inc()
             case AdapterRevoked():
                 self._revoked.inc()
 

@@ -65,6 +65,14 @@ def pump(state: EngineState) -> None:
         unawaited += not job.purpose.awaited
 
 
+def withdraw(state: EngineState, job: LoadJob) -> None:
+    """Undo a load whose copy has not begun and for which nobody was evicted."""
+    del state.loads[(job.slot, job.generation)]
+    job.transaction.rollback(state.newest_launch)
+    transitions.give_up(state, job.entry)
+    state.queue.unpark(job.entry.key)
+
+
 def finish(state: EngineState, slot: int, generation: int, intact: bool) -> LoadJob | None:
     """A copy ended: publish it, or roll it back. Returns its job for whoever waited; None when none is under
     way.

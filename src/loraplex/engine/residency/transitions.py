@@ -105,6 +105,11 @@ def publish(state: EngineState, entry: AdapterEntry, transaction: Transaction) -
 def roll_back(state: EngineState, entry: AdapterEntry) -> None:
     """A load failed: its slot and image are free again. Its transaction gives the pages back."""
     entry.inflight_events -= 1
+    give_up(state, entry)
+
+
+def give_up(state: EngineState, entry: AdapterEntry) -> None:
+    """A load ends without a copy under way: as `roll_back`."""
     _leave_slot(state, entry)
     state.host.let_go(entry.kernel_digest)
     _move(state, entry, AdapterState.HOST_READY)

@@ -1,5 +1,4 @@
-"""What operators ask of residency, while requests run: load, prefetch, pin, unpin, limits; and the queue's
-own wants.
+"""What operators ask of residency, while requests run: load, prefetch, pin, unpin, limits.
 
 A wish is served a little each step: image to the host, pages reserved, copy started. Nothing here waits. A
 shadow load evicts for its pages and is refused at once with the shortfall where that does not suffice; a
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from loraplex.core import limits
 from loraplex.core.errors import CallerError, CapacityError, ErrorCode, InternalFault, LoraplexError
 from loraplex.core.messages import LoadAdapter, PinAdapter, PrefetchAdapter, Reply, SetLimits
 from loraplex.engine.request_state import Purpose, Want
@@ -23,8 +21,6 @@ from loraplex.memory.residency import AdapterEntry, AdapterState
 
 SHADOW_STEPS: Final = 4
 """Steps that a shadow load looks for pages in: what the plans in flight still name is free after them."""
-LOOKAHEAD: Final = 16
-"""Waiting requests that prefetch looks at."""
 
 
 def load(state: EngineState, message: LoadAdapter) -> None:
@@ -204,30 +200,3 @@ def _advance_to_host(state: EngineState, wanted: Want) -> bool:
         f"the image needs {state.image_bytes(entry)} bytes of host memory, {state.host.used_bytes} of "
         f"{state.host.limit_bytes} are taken; raise the limit or try again later",
     )
-
-
-def prefetch_queue(state: EngineState) -> None:
-    """Load ahead for requests that wait for a place to run: their adapters, nearest first, as far as it is
-    free.
-    """
-    if not len(state.queue) or len(state.loads) >= state.limits.copies_in_flight:
-        return
-    ahead = sum(job.purpose.speculative for job in state.loads.values())
-    now = state.clock.now_ns()
-    for request_id in state.queue.heads(LOOKAHEAD):
-        entry = state.records[request_id].entry
-        if entry is None or entry.state not in (AdapterState.ABSENT, AdapterState.HOST_READY):
-            continue
-        if entry.removing or now < entry.retry_at_ns:
-            continue
-        if entry.state is AdapterState.ABSENT:
-            hosting.want(state, entry, speculative=True)
-            continue
-        if ahead >= limits.MAX_SPECULATIVE_LOADS:
-            return
-        demand = room.demand(state, entry, guard=len(state.by_slot))
-        transaction = room.take_spare(state, demand, entry)
-        if transaction is None:
-            return
-        loads.begin(state, entry, transaction, Purpose.PREFETCH)
-        ahead += 1
