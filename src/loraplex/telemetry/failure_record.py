@@ -48,7 +48,6 @@ class Capability(StrEnum):
     TENSOR_PARALLELISM = "tensor parallelism"
     COLLECTIONS = "compressed collections"
     MERGE = "merge and export"
-    PLACEMENT = "placement and early abort"
     METRIC_REGISTRY = "metric registry"
     CLAIMS = "evidence of claims"
 
