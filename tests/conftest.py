@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 
@@ -55,3 +55,15 @@ def loraplex(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
         return Result(status if isinstance(status, int) else 0, out, err)
 
     return run
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What a test logged or printed reaches the process that reports it: a name that is no UTF-8, for one,
+    would end the worker.
+    """
+    report = yield
+    report.sections = [
+        (title, text.encode("utf-8", "backslashreplace").decode()) for title, text in report.sections
+    ]
+    return report
