@@ -222,6 +222,8 @@ PAGE_ROWS: Final = 100
 """Adapters that one viewer is shown."""
 PAGE_OWNERS: Final = 24
 PAGE_WAITING: Final = 20
+PAGE_ASKED: Final = 64
+"""Waiting requests of which one viewer is told what the engine says that they wait for."""
 PAGE_TENANTS: Final = 50
 PAGE_SECONDS: Final = 120
 PAGE_SAMPLES: Final = 512

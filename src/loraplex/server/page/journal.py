@@ -24,13 +24,16 @@ from loraplex.core.events import (
     FirstToken,
     IterationCompleted,
     LoadFailed,
+    LoadStarved,
     PlanDiscarded,
     RequestAdmitted,
     RequestFinished,
     RequestPreempted,
     RequestQueued,
     RestorationFailed,
+    ServiceDebited,
     StepFailed,
+    TenantStarved,
 )
 from loraplex.core.request import FinishReason
 from loraplex.memory.residency import BINDABLE, AdapterState
@@ -72,17 +75,22 @@ class Use:
 
 @dataclass(slots=True)
 class Served:
-    """What a tenant was given since the server began. failed: ended by an error of any kind."""
+    """What a tenant was given since the server began. failed: ended by an error of any kind. computed_tokens,
+    cached_tokens: of prompts.
+    """
 
     ended: int = 0
     failed: int = 0
-    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
 
 
 @dataclass(slots=True)
 class Burst:
-    """One tenant's, or everybody's, part of a second. first_ms: from arrival to first token."""
+    """One tenant's, or everybody's, part of a second. tokens: of output. first_ms: from arrival to the first
+    token.
+    """
 
     tokens: int = 0
     ended: int = 0
@@ -92,12 +100,11 @@ class Burst:
 
 @dataclass(slots=True)
 class Second:
-    """at_s: of the engine's clock. tokens: sampled. running, waiting: requests, the most of any step. bursts:
+    """at_s: of the engine's clock. running, waiting: requests, the most of any step. bursts:
     by tenant, None for everybody together.
     """
 
     at_s: int
-    tokens: int = 0
     steps: int = 0
     step_ns: int = 0
     running: int = 0
@@ -152,7 +159,6 @@ class Journal:
             match event:
                 case IterationCompleted():
                     second = self._second(event.at_ns)
-                    second.tokens += event.sampled
                     second.steps += 1
                     second.step_ns += event.execute_ns
                     second.running = max(second.running, event.requests)
@@ -165,12 +171,21 @@ class Journal:
                     | RequestFinished()
                 ):
                     self._request(event)
+                case ServiceDebited():
+                    self._debited(event)
                 case AdapterTransition():
                     self._moved(event)
-                case LoadFailed() | RestorationFailed() | AdapterRevoked() | StepFailed() | PlanDiscarded():
-                    self._fault(event)
-                case _:
+                case RequestQueued() | RequestAdmitted() | RequestPreempted():
                     self._request(event)
+                case FirstToken():
+                    live = self.live.get(event.request_id)
+                    for burst in self._bursts(event.at_ns, None if live is None else live.tenant):
+                        if len(burst.first_ms) < limits.PAGE_SAMPLES:
+                            burst.first_ms.append(event.since_arrival_ns / 1e6)
+                case RequestFinished():
+                    self._finished(event)
+                case _:
+                    self._fault(event)
 
     def newest(self) -> int:
         """The number of the last incident."""
@@ -178,7 +193,7 @@ class Journal:
 
     # Requests
 
-    def _request(self, event: AnyEvent) -> None:
+    def _request(self, event: RequestQueued | RequestAdmitted | RequestPreempted) -> None:
         match event:
             case RequestQueued():
                 self.live[event.request_id] = Live(
@@ -202,31 +217,31 @@ class Journal:
                     "preempted",
                     "a running request gave its pages back and waits again",
                 )
-            case FirstToken():
-                live = self.live.get(event.request_id)
-                for burst in self._bursts(event.at_ns, None if live is None else live.tenant):
-                    if len(burst.first_ms) < limits.PAGE_SAMPLES:
-                        burst.first_ms.append(event.since_arrival_ns / 1e6)
-            case RequestFinished():
-                self._finished(event)
-            case _:
-                pass
 
     def _finished(self, event: RequestFinished) -> None:
         self.live.pop(event.request_id, None)
         failed = event.reason not in _WITHOUT_FAULT
-        served = _recent(self.served, event.tenant, Served, limits.PAGE_TENANTS_REMEMBERED)
+        served = self._served(event.tenant)
         served.ended += 1
         served.failed += failed
-        served.prompt_tokens += event.prompt_tokens
-        served.output_tokens += event.output_tokens
         for burst in self._bursts(event.at_ns, event.tenant):
-            burst.tokens += event.output_tokens
             burst.ended += 1
             burst.failed += failed
         if failed:
             text = f"a request ended with {event.reason}"
             self._incident(event.at_ns, Level.WARN, "request_failed", text, event.adapter, event.tenant)
+
+    def _debited(self, event: ServiceDebited) -> None:
+        for tenant, computed, cached, output in event.tenants:
+            served = self._served(tenant)
+            served.computed_tokens += computed
+            served.cached_tokens += cached
+            served.output_tokens += output
+            for burst in self._bursts(event.at_ns, tenant):
+                burst.tokens += output
+
+    def _served(self, tenant: str) -> Served:
+        return _recent(self.served, tenant, Served, limits.PAGE_TENANTS_REMEMBERED)
 
     def _bursts(self, at_ns: int, tenant: str | None) -> list[Burst]:
         bursts = self._second(at_ns).bursts
@@ -249,9 +264,8 @@ class Journal:
         if event.before == AdapterState.RETIRING and event.after == AdapterState.HOST_READY:
             self._incident(event.at_ns, Level.INFO, "evicted", "an adapter left the device to make room")
 
-    def _fault(
-        self, event: LoadFailed | RestorationFailed | AdapterRevoked | StepFailed | PlanDiscarded
-    ) -> None:
+    def _fault(self, event: AnyEvent) -> None:
+        """Note what went wrong; other events are no incidents."""
         match event:
             case LoadFailed():
                 what = "gave up" if event.final else f"attempt {event.attempt}, it is tried again"
@@ -274,6 +288,14 @@ class Journal:
             case PlanDiscarded():
                 text = f"a plan was refused at launch ({event.code}) and is made again"
                 self._incident(event.at_ns, Level.WARN, "plan_discarded", text)
+            case TenantStarved():
+                text = f"could have run and was given nothing for {event.waited_ns / 1e9:.1f} s"
+                self._incident(event.at_ns, Level.WARN, "tenant_starved", text, tenant=event.tenant)
+            case LoadStarved():
+                text = f"is waited for since {event.waited_ns / 1e9:.1f} s, and was not loaded"
+                self._incident(event.at_ns, Level.WARN, "load_starved", text, event.adapter)
+            case _:
+                pass
 
     def _incident(
         self,

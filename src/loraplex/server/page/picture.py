@@ -75,6 +75,16 @@ def shown_keys(journal: Journal, names: Names, caller: Caller) -> list[str]:
     return list(islice(dict.fromkeys(islice(known, 4 * limits.PAGE_ROWS)), limits.PAGE_ROWS))
 
 
+def waiting_of(journal: Journal, caller: Caller) -> list[tuple[str, Live]]:
+    """Requests that wait and that a viewer may see, the longest first."""
+    waiting = [
+        (name, live)
+        for name, live in journal.live.items()
+        if not live.running and (caller.operator or live.tenant == caller.tenant)
+    ]
+    return sorted(waiting, key=lambda item: item[1].since_ns)
+
+
 class Picture:
     """One viewer's view of one moment. caller: who looks. whole: with all that happened lately, or only what
     is new since the number `since` of incidents.
@@ -190,10 +200,11 @@ class Picture:
 
     def _queue(self) -> dict[str, Any]:
         """Who waits, why, and the longest first."""
-        waiting = [(name, live) for name, live in self._live if not live.running]
-        waiting.sort(key=lambda item: item[1].since_ns)
+        waiting = waiting_of(self._journal, self._caller)
+        asked = {sample["request_id"]: sample["reason"] for sample in self._figures.get("asked", ())}
+        reasons = {name: asked.get(name) or self._reason(live) for name, live in waiting}
         return {
-            "reasons": dict(Counter(self._reason(live) for _, live in waiting)),
+            "reasons": dict(Counter(reasons.values())),
             "oldest": [
                 {
                     "id": name,
@@ -201,18 +212,18 @@ class Picture:
                     "adapter": None if live.adapter is None else self._label(live.adapter),
                     "prompt_tokens": live.prompt_tokens,
                     "age_s": round(max(0, self._moment.now_ns - live.since_ns) / 1e9, 3),
-                    "reason": self._reason(live),
+                    "reason": reasons[name],
                 }
                 for name, live in waiting[: limits.PAGE_WAITING]
             ],
         }
 
     def _reason(self, live: Live) -> str:
-        """What a waiting request waits for: its adapter, or that it is its turn and there is room."""
-        if live.adapter is None:
-            return "turn"
-        state = self._journal.states.get(live.adapter, AdapterState.ABSENT.value)
-        if state in BINDABLE:
+        """What a request waits for whom the engine was not asked about, or which it does not know any more: its
+        adapter, or else its turn.
+        """
+        state = None if live.adapter is None else self._journal.states.get(live.adapter, AdapterState.ABSENT)
+        if state is None or state in BINDABLE:
             return "turn"
         if state in _ON_THE_WAY:
             return "adapter_loading"
@@ -232,9 +243,11 @@ class Picture:
                     "waiting": under_way[tenant, False],
                     "ended": served.ended if served else 0,
                     "failed": served.failed if served else 0,
-                    "prompt_tokens": served.prompt_tokens if served else 0,
+                    "computed_tokens": served.computed_tokens if served else 0,
+                    "cached_tokens": served.cached_tokens if served else 0,
                     "output_tokens": served.output_tokens if served else 0,
                     "weight": shares.get(tenant, {}).get("weight"),
+                    "service": shares.get(tenant, {}).get("service"),
                 }
             )
         return rows
@@ -250,6 +263,7 @@ class Picture:
                 "level": incident.level.value,
                 "kind": incident.kind,
                 "text": incident.text,
+                "tenant": incident.tenant,
                 "adapter": None if incident.adapter is None else self._label(incident.adapter),
                 "count": incident.count,
             }
@@ -296,7 +310,6 @@ class Picture:
         }
         if self._tenant is None and second.steps:
             point |= {
-                "tokens": second.tokens,
                 "step_ms": round(second.step_ns / second.steps / 1e6, 3),
                 "running": second.running,
                 "waiting": second.waiting,

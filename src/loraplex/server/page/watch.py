@@ -23,7 +23,7 @@ from loraplex.core.messages import Inspect
 from loraplex.server.answers import event
 from loraplex.server.auth import Caller
 from loraplex.server.page.journal import Journal
-from loraplex.server.page.picture import Moment, Names, Picture, shown_keys
+from loraplex.server.page.picture import Moment, Names, Picture, shown_keys, waiting_of
 from loraplex.server.service import Service
 
 
@@ -86,11 +86,14 @@ class Watch:
         names = {caller: self._names_of(caller.tenant) for caller in callers}
         keys = [key for caller in callers for key in shown_keys(self.journal, names[caller], caller)]
         self._remember(names.values(), keys)
+        asked = [waiting_of(self.journal, caller)[: limits.PAGE_ASKED] for caller in callers]
+        requests = dict.fromkeys(name for waiting in asked for name, _ in waiting)
+        question = Inspect(0, tuple(dict.fromkeys(keys)), tuple(requests))
         figures: dict[str, Any] | None = None
         if service.ready:
             try:
                 async with asyncio.timeout(limits.PAGE_INSPECT_S):
-                    figures = await service.client.call(Inspect(0, tuple(dict.fromkeys(keys))))
+                    figures = await service.client.call(question)
             except (TimeoutError, LoraplexError):
                 figures = None  # the page says that the engine does not answer
         number = 1 if self._moment is None else self._moment.number + 1

@@ -252,7 +252,8 @@ $("limits").addEventListener("click", () => openLimits());
 function showTenants({ tenants }) {
   rows($("tenant-rows"), tenants, (row) => row.tenant, [
     { text: (row) => row.tenant, kind: "name" },
-    ...["running", "waiting", "ended", "failed", "prompt_tokens", "output_tokens"].map((name) => ({ text: (row) => count(row[name]), kind: "n" })),
+    ...["running", "waiting", "ended", "failed", "computed_tokens", "cached_tokens", "output_tokens", "weight", "service"].map((name) => (
+      { text: (row) => (row[name] == null ? "–" : count(Math.round(row[name] * 100) / 100)), kind: "n" })),
   ], "No tenant has asked for anything yet.");
 }
 
@@ -260,7 +261,7 @@ function showTimeline(picture) {
   const incidents = [...past.incidents.values()].map((incident) => ({ ...incident, id: `i${incident.id}`, age_s: (picture.at_ms - incident.at_ms) / 1000 }));
   const swaps = picture.publications.map((one) => ({
     id: `p${one.name}@${one.revision}`, age_s: one.age_s, level: one.revision > 1 ? "swap" : "info", adapter: one.name, count: 1,
-    text: one.revision > 1 ? `was swapped: revision ${one.revision} answers now` : "was published",
+    tenant: null, text: one.revision > 1 ? `was swapped: revision ${one.revision} answers now` : "was published",
   }));
   const items = [...incidents, ...swaps].sort((a, b) => a.age_s - b.age_s);
   strip($("timeline-strip"), items, TIMELINE_S);
@@ -269,7 +270,8 @@ function showTimeline(picture) {
   fill(list, items, (item) => item.id, () => el("li", {}, el("time"), el("span", { class: "what" })), (node, item) => {
     node.className = `level-${item.level}`;
     say(node.firstChild, item.age_s < 5 ? "now" : `${span(item.age_s)}`);
-    const text = `${item.adapter ? " " : ""}${item.text}${item.count > 1 ? ` (${count(item.count)} times)` : ""}`;
+    const tenant = picture.viewer.operator && item.tenant ? ` (${item.tenant})` : "";
+    const text = `${item.adapter ? " " : ""}${item.text}${tenant}${item.count > 1 ? ` (${count(item.count)} times)` : ""}`;
     if (node.lastChild.textContent !== (item.adapter ?? "") + text) node.lastChild.replaceChildren(...(item.adapter ? [el("b", {}, item.adapter)] : []), text);
   });
 }
