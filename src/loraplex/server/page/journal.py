@@ -163,14 +163,6 @@ class Journal:
                     second.step_ns += event.execute_ns
                     second.running = max(second.running, event.requests)
                     second.waiting = max(second.waiting, event.waiting)
-                case (
-                    RequestQueued()
-                    | RequestAdmitted()
-                    | RequestPreempted()
-                    | FirstToken()
-                    | RequestFinished()
-                ):
-                    self._request(event)
                 case ServiceDebited():
                     self._debited(event)
                 case AdapterTransition():

@@ -219,8 +219,8 @@ class Picture:
         }
 
     def _reason(self, live: Live) -> str:
-        """What a request waits for whom the engine was not asked about, or which it does not know any more: its
-        adapter, or else its turn.
+        """What a request waits for that the engine was not asked about, or has admitted by now: its adapter,
+        or else its turn.
         """
         state = None if live.adapter is None else self._journal.states.get(live.adapter, AdapterState.ABSENT)
         if state is None or state in BINDABLE:
