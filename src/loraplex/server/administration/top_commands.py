@@ -21,6 +21,13 @@ Once = Annotated[bool, Parameter(negative="", help="Print the figures of now, an
 _ROWS = 15
 _RECENT_S = 5
 _MIB = 1 << 20
+_PAGES = (
+    ("adapter", "adapters"),
+    ("kv", "requests"),
+    ("prefix", "prefixes"),
+    ("reserved", "reserved"),
+    ("free", "free"),
+)
 
 
 def top(*, url: Url = DEFAULT_URL, api_key: Key = None, once: Once = False, as_json: AsJson = False) -> None:
@@ -54,17 +61,15 @@ def _shown(picture: dict[str, Any]) -> RenderableType:
     recent = [second for second in picture["seconds"] if second["s"] >= picture["now_s"] - _RECENT_S]
     tokens = sum(second["tokens"] for second in recent) / max(1, len(recent))
     first = [second["first_ms"] for second in recent if second["first_ms"] is not None]
-    reasons = (
-        ", ".join(f"{n} {reason}" for reason, n in picture["queue"]["reasons"].items()) or "nobody waits"
-    )
+    reasons = ", ".join(f"{n} {reason}" for reason, n in picture["queue"]["reasons"].items())
+    waiting = f"{requests.get('waiting', 0)} waiting{': ' if reasons else ''}{reasons}"
+    delay = f", first after {sum(first) / len(first):,.0f} ms" if first else ""
+    pages = ", ".join(f"{pool[kind]:,} {what}" for kind, what in _PAGES)
     lines = [
         f"{server['base']}  {state}  loraplex {server['version']}",
-        f"requests   {requests.get('running', 0)} running, {requests.get('waiting', 0)} waiting: {reasons}",
-        f"tokens     {tokens:,.0f} a second, first after {sum(first) / len(first):,.0f} ms"
-        if first
-        else f"tokens     {tokens:,.0f} a second",
-        f"pages      {pool['total']:,}: {pool['adapter']:,} adapters, {pool['kv']:,} requests, "
-        f"{pool['prefix']:,} prefixes, {pool['reserved']:,} reserved, {pool['free']:,} free",
+        f"requests  {requests.get('running', 0)} running, {waiting}",
+        f"tokens    {tokens:,.0f} a second{delay}",
+        f"pages     {pool['total']:,}: {pages}",
         "",
     ]
     return Group(*lines, _adapters(picture["adapters"]), "", _tenants(picture["tenants"]))

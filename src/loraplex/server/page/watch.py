@@ -65,7 +65,7 @@ class Watch:
             self._viewers = +self._viewers
 
     async def frame(self, caller: Caller, seen: int) -> tuple[int, bytes]:
-        """The number and the event of the next picture after `seen`; waits until it is due.
+        """The number and the event of the next picture after `seen`, 0 for none; waits until it is due.
 
         Whoever has not seen the one before it gets all that is remembered of the past.
         """
@@ -76,7 +76,8 @@ class Watch:
                     await self._look()
                 moment = self._moment
                 if moment is not None and moment.number > seen and caller in self._audience:
-                    return moment.number, self._frame(moment, caller, seen != moment.number - 1)
+                    whole = not seen or seen != moment.number - 1
+                    return moment.number, self._frame(moment, caller, whole)
             await asyncio.sleep(max(0.0, self._next_s - loop.time()))
 
     async def _look(self) -> None:

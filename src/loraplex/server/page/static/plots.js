@@ -77,10 +77,10 @@ export function millis(ms) {
   return ms >= 10000 ? `${(ms / 1000).toFixed(0)} s` : ms >= 1000 ? `${(ms / 1000).toFixed(1)} s` : `${ms < 10 ? ms.toFixed(1) : Math.round(ms)} ms`;
 }
 
-/** A round number at or above a value: 1, 2 or 5 times a power of ten. */
+/** A round number at or above a value. */
 function ceiling(value) {
   const power = 10 ** Math.floor(Math.log10(value || 1));
-  return [1, 2, 5, 10].map((n) => n * power).find((n) => n >= value) ?? 10 * power;
+  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((n) => n * power).find((n) => n >= value) ?? 10 * power;
 }
 
 /** Runs of points that are joined: a gap of a few seconds is bridged, a longer one stays a gap. */
