@@ -139,22 +139,19 @@ async def browser(folder: Path) -> AsyncIterator[Tab]:
     to_read, to_write = os.pipe()
     from_read, from_write = os.pipe()
 
-    def third_and_fourth() -> None:  # the protocol reads descriptor 3 and writes 4
-        os.dup2(to_read, 13)
-        os.dup2(from_write, 14)
-        os.dup2(13, 3)
-        os.dup2(14, 4)
-        os.set_inheritable(3, True)
-        os.set_inheritable(4, True)
-
+    # The protocol reads descriptor 3 and writes 4: a shell moves the pipes there.
+    moved = f'exec "$@" 3</proc/self/fd/{to_read} 4>/proc/self/fd/{from_write}'
     process = await asyncio.create_subprocess_exec(
+        "/bin/sh",
+        "-c",
+        moved,
+        "sh",
         require(),
         *_OPTIONS,
         f"--user-data-dir={folder / 'profile'}",
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
-        preexec_fn=third_and_fourth,
-        close_fds=False,
+        pass_fds=(to_read, from_write),
         env={**os.environ, "HOME": str(folder)},
     )
     os.close(to_read)

@@ -180,7 +180,7 @@ def test_viewers_are_bounded_and_tenants_cannot_keep_the_operator_out(
                     assert refused.status == 429
             await (await stack.enter_async_context(viewing(front, "o"))).picture()
         async with viewing(front, "b") as viewer:  # the places are free again
-            assert (await viewer.picture())["number"] == 1
+            assert "error" not in await viewer.picture()
 
     run(tmp_path, test, api_key_file=write_keys(tmp_path / "keys", *KEYS))
 
