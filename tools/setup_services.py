@@ -1,7 +1,7 @@
 """Installs the services that the tests start themselves, where that can be done without asking anybody.
 
-PostgreSQL and Chromium come from Debian's packages, when this is root on a machine with apt. Anywhere else the
-tests that need them are skipped and say so. Standard library only.
+PostgreSQL and Chromium come from Debian's packages, when this is root on a machine with apt. Anywhere else
+the tests that need them are skipped and say so. Standard library only.
 """
 
 from __future__ import annotations

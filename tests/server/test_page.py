@@ -254,6 +254,8 @@ def test_what_is_shown_follows_events_and_is_bounded(tmp_path: Path, monkeypatch
             *(RequestQueued(now + n, f"r{n}", keys[4 - n % 2], "default", 5) for n in range(4)),
             RequestAdmitted(now, "r0", 1, 1, 0),
             FirstToken(now, "r0", 40_000_000),
+            RequestQueued(now + 9, "old", "a digest that has no name and is nowhere", "default", 5),
+            RequestFinished(now + 9, "old", None, "default", "stop", 5, 0, 1),
             ServiceDebited(now, 1, (("default", 5, 0, 7),), ()),
             RequestFinished(now, "r0", keys[4], "default", "stop", 5, 7, 1),
         )
@@ -266,9 +268,9 @@ def test_what_is_shown_follows_events_and_is_bounded(tmp_path: Path, monkeypatch
         assert [item["id"] for item in picture["queue"]["oldest"]] == ["r1", "r2"]
         assert picture["queue"]["reasons"] == {"adapter_absent": 2, "turn": 1}
         (second,) = picture["seconds"]
-        assert (second["tokens"], second["ended"], second["first_ms"]) == (7, 1, 40.0)
+        assert (second["tokens"], second["ended"], second["first_ms"]) == (7, 2, 40.0)
         (tenant,) = picture["tenants"]
-        assert (tenant["waiting"], tenant["ended"], tenant["output_tokens"]) == (3, 1, 7)
+        assert (tenant["waiting"], tenant["ended"], tenant["output_tokens"]) == (3, 2, 7)
         assert [item["name"] for item in picture["publications"]] != []
 
     run(tmp_path, test)

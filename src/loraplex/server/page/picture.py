@@ -71,7 +71,11 @@ def shown_keys(journal: Journal, names: Names, caller: Caller) -> list[str]:
         yield from reversed(journal.use)
         yield from names.of
 
-    known = (key for key in candidates() if caller.operator or key in names.of)
+    known = (
+        key
+        for key in candidates()
+        if key in names.of or (caller.operator and key in journal.states)  # others are gone
+    )
     return list(islice(dict.fromkeys(islice(known, 4 * limits.PAGE_ROWS)), limits.PAGE_ROWS))
 
 
