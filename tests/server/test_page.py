@@ -90,6 +90,7 @@ def test_a_tenant_sees_its_own_and_the_operator_everything(tmp_path: Path) -> No
         await published(front, "default", "shared")
         observe(
             front,
+            *(AdapterTransition(1, key, 0, 0, "absent", "host_ready", 0, 8) for key in (blue, red)),
             RequestQueued(1, "one", blue, "blue", 10),
             RequestQueued(2, "two", red, "red", 20),
             RequestQueued(3, "three", None, "red", 30),
@@ -106,7 +107,7 @@ def test_a_tenant_sees_its_own_and_the_operator_everything(tmp_path: Path) -> No
             viewing(front, "r") as other,
         ):
             whole, own, others = [await viewer.picture() for viewer in (operator, tenant, other)]
-        assert len(whole["adapters"]["rows"]) == 3
+        assert named_rows(whole) == sorted([blue[:12], red[:12], "shared"])  # names are their tenants'
         assert named_rows(own) == ["mine", "shared"]
         assert named_rows(others) == ["shared", "theirs"]
         assert [row["tenant"] for row in own["tenants"]] == ["blue"]

@@ -54,7 +54,7 @@ export async function openAdapter(name, viewer, own) {
     ["Method", `${item.method}, rank ${item.ranks.join("/")}`], ["Targets", item.targets.join(", ")],
     ["Tensors", `${count(item.tensors_applied)} of ${count(item.tensors_total)} applied`],
     ["Device", bytes(item.tier_bytes.device)], ["Host", bytes(item.tier_bytes.host)], ["Source", item.source],
-    ["Semantic digest", item.semantic_digest], ...(item.notes ? [["Notes", item.notes]] : []),
+    ["Semantic digest", item.semantic_digest], ...(item.notes?.length ? [["Notes", [item.notes].flat().join("; ")]] : []),
   ]);
   const may = viewer.role === "admin" && (own ?? !name.includes("/"));
   const actions = may ? [

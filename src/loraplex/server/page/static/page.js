@@ -10,8 +10,8 @@ const RETRY_MS = 2000;
 const $ = (id) => document.getElementById(id);
 
 const REASONS = {
-  turn: "their turn", adapter_absent: "the adapter, on disk", adapter_cold: "the adapter, in host memory", adapter_loading: "the adapter, loading",
-  max_running: "the tenant's limit", places: "a place", pages: "pages", grammar: "a grammar", blocks: "blocks of another request",
+  turn: "its turn", adapter_absent: "adapter on disk", adapter_cold: "adapter in host memory", adapter_loading: "adapter loading",
+  max_running: "tenant's limit", places: "a place", pages: "pages", grammar: "a grammar", blocks: "another's blocks",
 };
 const STATES = { absent: "on disk", host_ready: "in host memory", reserved: "reserved", loading: "loading", validated: "validated", published: "published", active: "active", idle: "idle", retiring: "retiring", unknown: "–" };
 const STATE_LOOK = { published: "on", idle: "on", active: "busy", reserved: "moving", loading: "moving", validated: "moving", retiring: "moving" };
@@ -169,7 +169,7 @@ function showQueue({ queue, requests }) {
   const waiting = requests.waiting ?? 0;
   say($("queue-note"), waiting ? `${count(waiting)} waiting, ${count(requests.running ?? 0)} running` : `nobody waits, ${count(requests.running ?? 0)} running`);
   const reasons = Object.entries(queue.reasons).sort((a, b) => b[1] - a[1]);
-  fill($("queue-reasons"), reasons, ([reason]) => reason, ([reason]) => el("li", {}, el("span", {}, `for ${REASONS[reason] ?? reason}`), el("span", { class: "track" }, el("i")), el("b")),
+  fill($("queue-reasons"), reasons, ([reason]) => reason, ([reason]) => el("li", {}, el("span", {}, REASONS[reason] ?? reason), el("span", { class: "track" }, el("i")), el("b")),
     (item, [, n]) => {
       item.querySelector("i").style.width = `${(100 * n) / (waiting || 1)}%`;
       say(item.querySelector("b"), count(n));

@@ -125,7 +125,7 @@ export function plot(parent, title, value, unit, series, format) {
 /** The pool as squares of equal worth, in runs by owner. parts: {kind, name, pages}. */
 export function map(parent, parts, total) {
   const narrow = parent.clientWidth < 460;
-  const [across, down] = narrow ? [30, 12] : [50, 8];
+  const [across, down] = narrow ? [30, 12] : [40, 10];
   const cells = Math.min(across * down, total);
   const per = total / (cells || 1);
   let edge = 0, from = 0;
