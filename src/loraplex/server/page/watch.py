@@ -86,7 +86,7 @@ class Watch:
         callers = frozenset(self._viewers)
         names = {caller: self._names_of(caller.tenant) for caller in callers}
         keys = [key for caller in callers for key in shown_keys(self.journal, names[caller], caller)]
-        self._remember(names.values(), keys)
+        self._remember([known for caller, known in names.items() if caller.operator], keys)
         asked = [waiting_of(self.journal, caller)[: limits.PAGE_ASKED] for caller in callers]
         requests = dict.fromkeys(name for waiting in asked for name, _ in waiting)
         question = Inspect(0, tuple(dict.fromkeys(keys)), tuple(requests))
@@ -106,7 +106,9 @@ class Watch:
         self._next_s = loop.time() + limits.PAGE_EVERY_S
 
     def _remember(self, names: Iterable[Names], keys: Sequence[str]) -> None:
-        """What the adapters that are shown are called: a superseded revision has no name and still serves."""
+        """What the operator calls the adapters that are shown: a superseded revision has no name and still
+        serves.
+        """
         for listed in (known.of[key] for known in names for key in keys if key in known.of):
             self._called[listed[0][1].key] = listed[0][1].name
             self._called.move_to_end(listed[0][1].key)
