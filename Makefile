@@ -32,7 +32,7 @@ $(DEV): $(RUNTIME)
 	@$(BIN)/python tools/setup_venv.py dev
 	@touch $@
 
-# PostgreSQL for the catalog's tests; where it cannot be installed, they are skipped.
+# PostgreSQL and Chromium for tests; where they cannot be installed, those tests are skipped.
 $(SERVICES): $(RUNTIME) tools/setup_services.py
 	@$(BIN)/python tools/setup_services.py
 	@touch $@

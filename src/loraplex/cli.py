@@ -61,6 +61,7 @@ from loraplex.serve_options import (
 )
 from loraplex.server.administration.adapter_commands import DEFAULT_URL, Key, Url, adapters_app
 from loraplex.server.administration.admin_client import RemoteServer
+from loraplex.server.administration.top_commands import top
 
 AsJson = Annotated[bool, Parameter(name="--json", negative="", help="Print JSON.")]
 app = App(
@@ -72,6 +73,7 @@ app = App(
 app.command(adapters_app)
 app.command(catalog_app)
 app.command(bench_app)
+app.command(top)
 
 
 def _unsupported(option: str, seen: object) -> CallerError:

@@ -52,7 +52,7 @@ BODILESS = [
     ("GET", "/v1/requests/r/provenance"), ("GET", "/health"), ("GET", "/ready"), ("GET", "/metrics"),
     ("GET", "/openapi.json"), ("OPTIONS", "/v1/adapters/a"), ("GET", "/ping"), ("POST", "/ping"),
     ("GET", "/load"),
-    ("GET", "/version"),
+    ("GET", "/version"), ("GET", "/ui"), ("GET", "/ui/page.js"), ("GET", "/ui/events"),
 ]  # fmt: skip
 JSON = {"content-type": "application/json"}
 

@@ -86,6 +86,7 @@ class ErrorCode(StrEnum):
     # Capacity
     QUEUE_FULL = "queue_full"
     TENANT_QUEUE_FULL = "tenant_queue_full"
+    TOO_MANY_VIEWERS = "too_many_viewers"
     POOL_EXHAUSTED = "pool_exhausted"
     ADAPTER_SLOTS_EXHAUSTED = "adapter_slots_exhausted"
     HOST_MEMORY_EXHAUSTED = "host_memory_exhausted"
@@ -238,6 +239,7 @@ CODES: Final[dict[ErrorCode, CodeInfo]] = {
     _E.TENANT_QUEUE_FULL: _capacity(
         429, "a tenant's waiting requests stay under the limit that it was given"
     ),
+    _E.TOO_MANY_VIEWERS: _capacity(429, "those who look at the operator's page stay under its limits"),
     _E.POOL_EXHAUSTED: _capacity(429, "the page pool can be made to hold what the call needs"),
     _E.ADAPTER_SLOTS_EXHAUSTED: _capacity(429, "resident adapters stay under the slot limit"),
     _E.HOST_MEMORY_EXHAUSTED: _capacity(429, "host images of adapters stay under the host limit"),

@@ -209,3 +209,27 @@ MAX_PROMPT_LOGPROBS: Final = 1 << 19
 """Log probabilities of prompts in one answer, alternatives included: 16 MB of JSON, made in a good second."""
 MAX_CHOICES: Final = 256
 """Prompts times samples of one HTTP request."""
+
+# The operator's page
+MAX_VIEWERS: Final = 32
+"""Viewers of tenants other than the operator's."""
+MAX_VIEWERS_OF_TENANT: Final = 8
+PAGE_EVERY_S: Final = 1.0
+"""How often the engine is asked for what the page shows, while somebody looks."""
+PAGE_INSPECT_S: Final = 2.0
+"""How long its answer is waited for."""
+PAGE_ROWS: Final = 100
+"""Adapters that one viewer is shown."""
+PAGE_OWNERS: Final = 24
+PAGE_WAITING: Final = 20
+PAGE_ASKED: Final = 64
+"""Waiting requests of which one viewer is told what the engine says that they wait for."""
+PAGE_TENANTS: Final = 50
+PAGE_SECONDS: Final = 120
+PAGE_SAMPLES: Final = 512
+"""Times to first token of one second that its median is taken from."""
+PAGE_INCIDENTS: Final = 100
+PAGE_TIMELINE_S: Final = 900
+PAGE_ADAPTERS_REMEMBERED: Final = 4_096
+PAGE_TENANTS_REMEMBERED: Final = 256
+"""Adapters and tenants whose use the server remembers for the page; the last used stay."""

@@ -27,6 +27,7 @@ from loraplex.server.generation.completions import completions
 from loraplex.server.generation.responses import responses
 from loraplex.server.listen import AsgiApp, Receive, Send
 from loraplex.server.openapi import BODIES, openapi
+from loraplex.server.page import handlers as page
 from loraplex.server.routing import Call, Handler, Site
 from loraplex.server.service import Service
 from loraplex.server.tenant_limits import TenantLimitsTold
@@ -56,7 +57,8 @@ class Route:
 
 async def _describe(call: Call) -> None:
     """This description."""
-    rows = [(r.method, r.path, (r.handler.__doc__ or "").partition("\n")[0]) for r in ROUTES]
+    api = (route for route in ROUTES if not route.path.startswith("/ui"))  # the page's are its own
+    rows = [(r.method, r.path, (r.handler.__doc__ or "").partition("\n")[0]) for r in api]
     await call.exchange.answer(openapi(rows))
 
 
@@ -80,6 +82,9 @@ ROUTES: Final = (
     Route("GET", "/v1/requests/{request_id}", endpoints.get_request),
     Route("GET", "/v1/limits", endpoints.get_limits),
     Route("PUT", "/v1/limits", endpoints.put_limits),
+    Route("GET", "/ui", page.show_page, open=True),
+    Route("GET", "/ui/events", page.stream_pictures),
+    Route("GET", "/ui/{asset}", page.show_asset, open=True),
     Route("GET", "/health", probes.health, open=True),
     Route("GET", "/ping", probes.health, open=True),
     Route("POST", "/ping", probes.health, open=True),
@@ -149,7 +154,7 @@ def create_app(service: Service) -> AsgiApp:
     used.
     """
     site = Site(service, KeyFile(service.config.api_key_file), TenantLimitsTold(service.client))
-    service.supervisor.observe = site.metrics.engine.observe
+    service.supervisor.observe = site.observe
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

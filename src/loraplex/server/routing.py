@@ -16,10 +16,12 @@ import msgspec
 
 from loraplex.core import limits
 from loraplex.core.errors import CallerError, ErrorCode
+from loraplex.core.events import AnyEvent
 from loraplex.server.access import Facts
 from loraplex.server.auth import Caller, KeyFile
 from loraplex.server.exchange import Exchange
 from loraplex.server.metrics import Metrics
+from loraplex.server.page.watch import Watch
 from loraplex.server.service import Service
 from loraplex.server.tenant_limits import TenantLimitsTold
 from loraplex.server.wire import decode
@@ -41,6 +43,15 @@ class Site:
     created: int = field(default_factory=lambda: int(time.time()))
     serial: Iterator[int] = field(default_factory=itertools.count)
     watchers: set[asyncio.Task[None]] = field(default_factory=set)
+    watch_page: Watch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watch_page = Watch(self.service)
+
+    def observe(self, events: Sequence[AnyEvent], lost: int) -> None:
+        """Take the engine's events, for metrics and for the operator's page."""
+        self.metrics.engine.observe(events, lost)
+        self.watch_page.journal.observe(events, lost)
 
     def watch(self, exchange: Exchange) -> asyncio.Task[None]:
         """A task that ends when the client goes away, or when the answer has been sent.

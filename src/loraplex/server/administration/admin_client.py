@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import http.client
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any, Final
 from urllib.parse import SplitResult, quote, urlsplit
 
@@ -16,6 +19,9 @@ from loraplex.core.limits import MAX_LISTED
 
 TIMEOUT_S: Final = 600.0
 """Registering reads, verifies and copies an adapter before it answers."""
+
+STREAM_TIMEOUT_S: Final = 10.0
+"""A picture comes every second."""
 
 
 class RemoteServer:
@@ -101,14 +107,39 @@ class RemoteServer:
             return self._call("GET", "/v1/limits")
         return self._call("PUT", "/v1/limits", changes)
 
+    def pictures(self) -> Iterator[dict[str, Any]]:
+        """What the operator's page shows, once a second, until the server ends; `engine_unavailable` then."""
+        with self._connected(STREAM_TIMEOUT_S) as connection:
+            connection.request("GET", "/ui/events", None, self._headers)
+            response = connection.getresponse()
+            if response.status != HTTPStatus.OK:
+                self._answer("GET", "/ui/events", response.status, response.read().decode("utf-8", "replace"))
+            for line in response:
+                text = line.decode("utf-8", "replace").removeprefix("data: ").strip()
+                if text == "[DONE]":
+                    break
+                if text:
+                    picture = json.loads(text)
+                    if "error" in picture:
+                        self._answer("GET", "/ui/events", HTTPStatus.FORBIDDEN, text)
+                    yield picture
+        raise CapacityError(ErrorCode.ENGINE_UNAVAILABLE, f"{self._url} has ended the stream; ask it again")
+
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        connection = kind(self._netloc, timeout=TIMEOUT_S)
-        try:
+        with self._connected(TIMEOUT_S) as connection:
             payload = None if body is None else json.dumps(body).encode()
             connection.request(method, path, payload, self._headers)
             response = connection.getresponse()
             text = response.read().decode("utf-8", "replace")
+        return self._answer(method, path, response.status, text)
+
+    @contextmanager
+    def _connected(self, timeout_s: float) -> Iterator[http.client.HTTPConnection]:
+        """A connection; what breaks on it is `engine_unavailable`."""
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._netloc, timeout=timeout_s)
+        try:
+            yield connection
         except (OSError, http.client.HTTPException) as error:
             raise CapacityError(
                 ErrorCode.ENGINE_UNAVAILABLE,
@@ -116,7 +147,6 @@ class RemoteServer:
             ) from error
         finally:
             connection.close()
-        return self._answer(method, path, response.status, text)
 
     def _answer(self, method: str, path: str, status: int, text: str) -> dict[str, Any]:
         try:
