@@ -65,6 +65,19 @@ class Viewer:
         text = (await self.body()).decode()
         return dict(json.loads(text.partition("\n\n")[0].removeprefix("data: ")))
 
+    async def failure(self) -> str:
+        """The code of the error that ends the stream."""
+        while True:
+            picture = await self.picture()
+            if "error" in picture:
+                return str(picture["error"]["code"])
+
+    async def end(self) -> None:
+        """Read until the stream ends."""
+        while True:
+            if not await self.body():
+                return
+
 
 @asynccontextmanager
 async def viewing(front: Front, key: str | None = None, takes: int | None = None) -> AsyncIterator[Viewer]:
