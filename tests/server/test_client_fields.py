@@ -131,8 +131,13 @@ def test_prompts_are_cut_and_begun_as_asked(tmp_path: Path) -> None:
         assert await prompt(prompt="x" * MAX_LEN, truncate_prompt_tokens=5, max_tokens=3) == front.ids(
             "xxxxx"
         )
-        wrong = await front.complete(truncate_prompt_tokens=0)
-        assert error_of(wrong) == (400, "invalid_request", "truncate_prompt_tokens")
+        assert await prompt(truncate_prompt_tokens=-1) == whole
+        long = await front.complete(prompt="x" * (MAX_LEN + 5), truncate_prompt_tokens=-1, max_tokens=1)
+        assert error_of(long)[1] == "context_length_exceeded"
+        assert f"({MAX_LEN} in the prompt" in long.json()["error"]["message"]
+        for value in (0, -2):
+            wrong = await front.complete(truncate_prompt_tokens=value)
+            assert error_of(wrong) == (400, "invalid_request", "truncate_prompt_tokens")
 
     run(tmp_path, test)
 

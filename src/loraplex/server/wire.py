@@ -75,7 +75,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     one is served.
 
     Extensions: priority and below. safety_identifier, prompt_cache_key: names of users and of prefixes, like
-    `user`: prefixes are found by what they say. truncate_prompt_tokens: the last ones that are kept.
+    `user`: prefixes are found by what they say. truncate_prompt_tokens: the last ones that are kept;
+    -1: as many as the model has positions.
     add_special_tokens: what the tokenizer puts around a text; off for chat, whose template says it.
     """
 

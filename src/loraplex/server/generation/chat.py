@@ -79,7 +79,7 @@ class Chat:
             long or tools is not None,
             lambda: conversation_ids(codec, request, given, tools, model.chat_suffix),
         )
-        ids = truncated(ids, request)
+        ids = truncated(call.service, ids, request)
         check_prompt(call.service, ids, "messages")
         params = _parameters(call, request, len(ids))
         check_sampling(params, codec)

@@ -107,7 +107,7 @@ def _read(
         item if isinstance(item, list) else need_codec(codec, "prompt").encode(item, special)
         for item in given
     ]
-    ids = [truncated(item, request) for item in ids]
+    ids = [truncated(service, item, request) for item in ids]
     for prompt in ids:
         check_prompt(service, prompt, "prompt")
     return ids, [_echo(codec, item) for item in given] if request.echo else None

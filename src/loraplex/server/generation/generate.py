@@ -173,17 +173,19 @@ def check_ids(service: Service, ids: Sequence[int], param: str) -> None:
         )
 
 
-def truncated(ids: Sequence[int], request: GenerationFields) -> list[int]:
-    """The last tokens of a prompt, as many as a request keeps. Raises `invalid_request` for a number
-    below 1.
+def truncated(service: Service, ids: Sequence[int], request: GenerationFields) -> list[int]:
+    """The last tokens of a prompt, as many as a request keeps; -1 keeps as many as the model has positions.
+    Raises `invalid_request` for 0 and for a number below -1.
     """
     kept = request.truncate_prompt_tokens
-    if kept is not None and kept < 1:
+    if kept is not None and kept != -1 and kept < 1:
         raise CallerError(
             ErrorCode.INVALID_REQUEST,
-            f"truncate_prompt_tokens must be at least 1, got {kept}",
+            f"truncate_prompt_tokens must be at least 1, or -1 for the model's positions, got {kept}",
             param="truncate_prompt_tokens",
         )
+    if kept == -1:
+        kept = int(service.engine_info["max_model_len"])
     return list(ids) if kept is None else list(ids[-kept:])
 
 
