@@ -64,6 +64,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "modalities": (["text"],),
     "reasoning": ("", {}, {"effort": "none"}),
     "reasoning_content": ("",),
+    "reasoning_effort": ("none",),
     "refusal": ("",),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),

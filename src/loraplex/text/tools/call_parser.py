@@ -147,7 +147,7 @@ class CallParser:
             self._buffer = buffer[at + len(begin) :]
             self._open(begin, _In.HEAD)
             return True
-        kept = 0 if final else begun(buffer, begin)
+        kept = 0 if final and not self.calls else begun(buffer, begin)
         self._say(buffer[: len(buffer) - kept])
         self._buffer = buffer[len(buffer) - kept :]
         return False
@@ -164,15 +164,21 @@ class CallParser:
             if not final and head.startswith(rest) and rest != head:
                 return False
             if not rest.startswith(head):
-                return self._no_call()
+                return self._no_call(cut=head.startswith(rest))
             self._raw += self._buffer[:taken] + head
             self._buffer = rest[len(head) :]
             self._in = _In.CALL
             return True
-        return self._no_call() if final else False
+        return self._no_call(cut=True) if final else False
 
-    def _no_call(self) -> bool:
-        self._say(self._raw)
+    def _no_call(self, *, cut: bool) -> bool:
+        """What was taken for a call's opening is text. cut: the answer ended in it; behind another call that
+        is no part of what was said.
+        """
+        if cut and self.calls:
+            self._buffer = ""
+        else:
+            self._say(self._raw)
         self._raw, self._in = "", _In.TEXT
         return True
 
@@ -187,7 +193,7 @@ class CallParser:
             self._in = _In.AFTER
         elif scanner.failed or final:
             if not scanner.began:
-                return self._no_call()
+                return self._no_call(cut=not scanner.failed)
             self._in = _In.TEXT
         return scanner.done or scanner.failed
 
