@@ -14,8 +14,8 @@ from loraplex.sim.simulation import Simulation
 
 ADAPTERS = 2_000
 WARM, TICKS = 500, 2_500
-STARVED_NS = 25_000_000
-"""A request that was not let in for so long starved: some 180 steps, a dozen answers."""
+STARVED_NS = 40_000_000
+"""A request that was not let in for so long starved: some 290 steps, twenty answers."""
 
 
 def crowded(policy: Policy) -> Setup:
